@@ -3,11 +3,20 @@
 import os
 import subprocess
 import sys
+import threading
+import time
+from contextlib import closing
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
 
+from ftrun.config.profile import SnapshotConfig
+from ftrun.errors import SnapshotWaitTimeout
+from ftrun.wire.shared_memory.pages import HeartbeatField
 from tests.integration.conftest import Start, in_full, script, start
+from tests.integration.in_process_worker import TIMEOUT_S, Run
 
 __all__ = ["script", "start"]
 
@@ -199,3 +208,44 @@ def test_an_error_of_a_provider_costs_its_snapshots_and_another_number_of_ranks_
     assert larger.wait() == 0, larger.text
     for rank in range(3):
         assert f"rank {rank} has 1000000 of {{0}}" in larger.text
+
+
+class Blocked:
+    """In the copy thread, `capture` waits until the test lets it go on."""
+
+    def __init__(self) -> None:
+        self.go_on = threading.Event()
+
+    def describe(self) -> tuple[int, bytes]:
+        return 4, b"abcd"
+
+    def capture(self, frozen: bytes, into: memoryview) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            assert self.go_on.wait(TIMEOUT_S)
+        into[:] = frozen
+
+    def restore(self, data: memoryview) -> None:
+        assert bytes(data) == b"abcd"
+
+
+def test_neither_a_due_boundary_nor_a_wait_outlasts_a_provider_that_writes(tmp_path: Path) -> None:
+    with closing(Run(tmp_path)) as run:
+        run.settings = SnapshotConfig(every=1, commit_timeout_s=TIMEOUT_S, verify_first=0)
+        model, blocked = nn.Linear(300, 300), Blocked()
+        optimizer = torch.optim.AdamW(model.parameters())
+        session = run.attach(model=model, optimizer=optimizer, blocked=blocked)
+        session.begin()
+        began_s = time.monotonic()
+        session.step_done()
+        session.step_done()  # no optimizer has stepped, so nothing waits for the provider
+        assert run.page.get(HeartbeatField.SKIPPED_COUNT) == 1
+        with pytest.raises(SnapshotWaitTimeout, match=r"after 0\.05 s: it is still copied"):
+            session.wait("sealed", 0.05)
+        assert time.monotonic() - began_s < TIMEOUT_S / 2
+        blocked.go_on.set()
+        assert session.wait("committed", TIMEOUT_S)
+        model(torch.ones(2, 300)).sum().backward()
+        optimizer.step()
+        session.step_done()
+        assert session.wait("committed", TIMEOUT_S)
+        assert run.committed_version().step == 3

@@ -53,7 +53,7 @@ from ftrun.worker.capture.boundaries import SnapshotSchedule, StepActivity
 from ftrun.worker.capture.copying import CopyThread, SlotCopy
 from ftrun.worker.capture.device_order import JudgedGraphs, StepStreams
 from ftrun.worker.capture.device_sources import DeviceCopies
-from ftrun.worker.capture.lazy_check import LazyCopyCheck
+from ftrun.worker.capture.lazy_check import BEFORE_STEP, UNDER_COPY, WITHOUT_HOOK, LazyCopyCheck
 from ftrun.worker.capture.slots import ArenaSlots, SlotProvider
 from ftrun.worker.context import WorkerContext
 from ftrun.worker.replicas.shares import ReplicaShares
@@ -64,17 +64,10 @@ from ftrun.worker.state.unprotected import Hook, shown
 _POLL_S = 0.0005
 _LAST_COMMIT_WAIT_S = 5.0
 
-_HINT = " (code inside `with session.phase(...)` would run after the copy)"
-_UNDER_COPY = (
-    "changed while the snapshot of step {step} was copied, by code that is no optimizer step; the "
-    "snapshot is discarded" + _HINT
-)
-_BEFORE_STEP = "changed between a step boundary and the optimizer step" + _HINT
 _NO_DEVICE_MEMORY = (
     "no snapshots: the device lacks memory to copy small or non-contiguous tensors. Free 128 MiB; "
     "snapshots then resume"
 )
-_WITHOUT_HOOK = "changed in a step in which no optimizer hook ran"
 
 _log = logging.getLogger(__name__)
 
@@ -120,6 +113,7 @@ class Capture:
         self._trouble = ""
         self._copy_of_devices: DeviceCopies | None = None
         """The copy in progress, or the last one, if it reads devices."""
+        self._late_skip = -1
         self._is_providing = False
         """State providers write in the copy thread, in the copy in progress or the last one."""
         self._hook = register_optimizer_step_pre_hook(of_steps(self.before_step))
@@ -149,8 +143,10 @@ class Capture:
             is_due = force or (allowed and self._cadence.is_due(step))
             if is_due and not force and self._is_providing and self._thread.is_busy:
                 is_due = False
-                self._pass_over(step)
+                self._page.add(HeartbeatField.SKIPPED_COUNT, 1)
+                self._late_skip = step
             self._end_turn(is_due=is_due, allowed=allowed)
+            self._report_late_skip()
             self._learn(started_ns)
             self._link.send_again()
             self._try(step, collect, is_due=is_due, is_last=force)
@@ -258,7 +254,7 @@ class Capture:
             if self._graphs.judge(has_changed=bool(changed)):
                 self._check = None  # its samples hold the changes of the graphs
             else:
-                self._demote(changed, _BEFORE_STEP)
+                self._demote(changed, BEFORE_STEP)
 
     def _end_turn(self, *, is_due: bool, allowed: bool) -> None:
         hook_fired, self._hook_fired = self._hook_fired, False
@@ -278,9 +274,9 @@ class Capture:
         self._observe()
         check, self._check = self._check, None
         if check is not None and (hook_fired or check.hook_fired):
-            self._demote(check.changed_before_step(), _BEFORE_STEP)
+            self._demote(check.changed_before_step(), BEFORE_STEP)
         elif check is not None:
-            self._demote(check.changed_now(), _WITHOUT_HOOK)
+            self._demote(check.changed_now(), WITHOUT_HOOK)
 
     def _count_blocked(self, started_ns: int) -> None:
         blocked_ns = clock.now_ns() - started_ns
@@ -321,7 +317,10 @@ class Capture:
 
     def _take(self, step: int, collect: Callable[[], BoundaryState], *, is_last: bool) -> None:
         if not self._may_overwrite(is_last=is_last):
-            self._pass_over(step)
+            # No withdrawal: the SMP may still commit the last seal, so no rank may overwrite it.
+            self._page.add(HeartbeatField.SKIPPED_COUNT, 1)
+            self.commit_wait.skipped(step)
+            self._link.report_skipped(step)
             return
         crash_point("worker.capture.started")
         whole = collect()
@@ -364,11 +363,12 @@ class Capture:
             self._is_providing = bool(copy.provided)
             self._thread.start(work)
 
-    def _pass_over(self, step: int) -> None:
-        # No withdrawal: the SMP may still commit the last seal, so no rank may overwrite it.
-        self._page.add(HeartbeatField.SKIPPED_COUNT, 1)
-        self.commit_wait.skipped(step)
-        self._link.report_skipped(step)
+    def _report_late_skip(self) -> None:
+        # After the seal of the step before, which a skip would abandon.
+        if self._late_skip >= 0 and not self._thread.is_busy:
+            self.commit_wait.skipped(self._late_skip)
+            self._link.report_skipped(self._late_skip)
+            self._late_skip = -1
 
     def _slots_for(
         self, whole: BoundaryState, *, is_last: bool
@@ -433,7 +433,7 @@ class Capture:
             crash_point("worker.capture.copied")
             if wrong := check.wrong_copies():
                 self._page.add(HeartbeatField.DISCARDED_COUNT, 1)
-                self._demote(wrong, _UNDER_COPY.format(step=step))
+                self._demote(wrong, UNDER_COPY.format(step=step))
                 self.commit_wait.skipped(step)
                 self._link.withdraw(step)
                 return False

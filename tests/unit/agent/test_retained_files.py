@@ -1,9 +1,14 @@
 """The agent holds one duplicate for each file that is not written, and names failures once."""
 
 import os
+import socket
+from pathlib import Path
 
 from ftrun.agent.snapshots.retained_files import RetainedFiles
+from ftrun.agent.snapshots.smp_client import AgentSmpClient
 from ftrun.wire.messages.files import FileHeld, FileWritten
+from ftrun.wire.run_environment import RunFolder
+from ftrun.wire.transport.channel import Channel
 
 
 def file(number: int, path: str = "/a") -> FileHeld:
@@ -80,3 +85,18 @@ def test_without_an_smp_each_file_is_reported_and_stays() -> None:
     assert all(map(is_open, fds))
     for fd in fds:
         os.close(fd)
+
+
+def test_a_file_that_an_smp_sent_before_its_end_is_kept(tmp_path: Path) -> None:
+    here, there = socket.socketpair()
+    smp = AgentSmpClient(RunFolder(tmp_path), 1.0)
+    smp.channel = Channel(here, run_id="run", peer="the SMP")
+    its, fd = Channel(there, run_id="run", peer="the agent"), os.memfd_create("content")
+    its.send(file(1), fds=(fd,))
+    its.close()
+    smp.lost()
+    ((found, kept),) = smp.files.held
+    assert found == file(1)
+    assert smp.channel is None
+    os.close(fd)
+    os.close(kept)
