@@ -211,7 +211,7 @@ def test_an_error_of_a_provider_costs_its_snapshots_and_another_number_of_ranks_
 
 
 class Blocked:
-    """In the copy thread, `capture` waits until the test lets it go on."""
+    """In the copy thread, `capture` waits for the test."""
 
     def __init__(self) -> None:
         self.go_on = threading.Event()
