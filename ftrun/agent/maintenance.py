@@ -305,6 +305,7 @@ class Maintenance:
                 starter.zygote = None
             case commands.DisableComponent():
                 self.smp_given_up = command.reason
+                run.smp.files.give_up(f"no process is left to write it: {command.reason}")
                 _log.warning("no more snapshots: %s", command.reason)
 
     def _exits(self) -> list[events.PartEvent]:

@@ -80,7 +80,7 @@ class FileWrittenRecord(Record, frozen=True, tag="file_written"):
 
 
 class FileNotWritten(ReasonRecord, frozen=True, tag="file_not_written"):
-    """A file of ftrun.save cannot be written; it stays in memory."""
+    """A file of ftrun.save is not written; it stays in memory, or a newer one is there."""
 
     path: str
 

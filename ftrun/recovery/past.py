@@ -185,7 +185,6 @@ class NodeFailures:
         """When a node was evicted for the slowness of a rank."""
         self._readmitted_s: dict[str, float] = {}
         """When a node last returned after a hardware fault."""
-        self._num_readmitted = 0
 
     def succeed(
         self, history: FailureHistory, newest: GenerationPlan | None = None, *, known_s: float
@@ -203,7 +202,6 @@ class NodeFailures:
         self._slow_s = slow | self._slow_s
         returned = {one: known_s - age_s for one, age_s in history.readmitted.items()}
         self._readmitted_s = returned | self._readmitted_s
-        self._num_readmitted = max(self._num_readmitted, history.num_readmitted)
 
     def add_to(self, history: FailureHistory, *, now_s: float) -> FailureHistory:
         """The history with what the next leader needs of this."""
@@ -216,7 +214,6 @@ class NodeFailures:
             exclusions=self.reasons(now_s=now_s),
             slow_evictions=[SlowEviction(*key, now_s - at_s) for key, at_s in slow],
             readmitted={one: age_s for one, age_s in returned.items() if age_s < _HOUR_S},
-            num_readmitted=self._num_readmitted,
         )
 
     def note(self, node_id: str, *, now_s: float) -> None:
@@ -286,7 +283,6 @@ class NodeFailures:
         return self._readmitted(node_id, reason)
 
     def _readmitted(self, node_id: str, reason: str) -> list[JournalEntry]:
-        self._num_readmitted += 1
         text = f"node {node_id} is readmitted: {reason}. It may run ranks when its check passes"
         return [JournalEntry(NodeReadmitted(text, node_id), announce=True)]
 

@@ -10,7 +10,10 @@ Rule 1: the agent has the duplicate before the worker has the reply, in the orde
 Rule 2: one lane writes in the order of the saves, and leaves out a file that a newer save replaced.
         The last save of a path is therefore the last to be written.
 Rule 3: a file appears by a rename, when all of its bytes are synced. Until then the old one stays.
-Rule 4: a file that cannot be written stays in memory, and the write is repeated.
+Rule 4: a file that was changed after the save, for example by the script or by another node, is
+        newer and stays. What this module writes has the time of its save as its mtime, so that a
+        write of an earlier save is not mistaken for such a change.
+Rule 5: a file that cannot be written stays in memory, and the write is repeated.
 """
 
 import logging
@@ -35,6 +38,10 @@ from ftrun.wire.messages import files as file_messages
 
 RETRY_S = 30.0
 _CHUNK_BYTES = 16 << 20
+_FILE_CLOCK = 5
+"""CLOCK_REALTIME_COARSE, of which Linux takes the mtime of a file."""
+
+_NEWER = "the file was changed after this save, so the newer content stays"
 _BUG = "internal error in ftrun; see the SMP's log"
 
 _log = logging.getLogger(__name__)
@@ -81,9 +88,9 @@ class SavedFiles:
             requester.send(messages.Refused("a file was sent without its content"))
             return
         # Above the numbers of an earlier SMP, which were times too.
-        self._last_number = max(self._last_number + 1, time.time_ns())
+        self._last_number = max(self._last_number + 1, time.clock_gettime_ns(_FILE_CLOCK))
         held = file_messages.FileHeld(
-            body.rank, body.path, body.num_bytes, body.mode, self._last_number
+            body.rank, body.path, body.num_bytes, body.mode, self._last_number, body.before
         )
         self._send_to_agent(held, fds=fds)  # rule 1
         crash_point("smp.file.held")
@@ -102,7 +109,11 @@ class SavedFiles:
         if held is None:
             requester.send(messages.Refused(f"{body.path} is not in memory"))
         else:
-            requester.send(file_messages.SavedFileOpened(held.file.num_bytes), fds=(held.fd,))
+            file = held.file
+            requester.send(
+                file_messages.SavedFileOpened(file.num_bytes, file.number, file.before),
+                fds=(held.fd,),
+            )
 
     def send_all(self) -> None:
         """Send duplicates of all files to a new agent."""
@@ -137,33 +148,38 @@ class SavedFiles:
         self._jobs.submit(
             "files",
             partial(self._write, held, fd),
-            failed=partial(self._written, held, 0.0, _BUG),
+            failed=partial(self._written, held, 0.0, _BUG, is_dropped=False),
         )
 
     def _write(self, held: _Held, fd: int) -> Finish:
-        file, started_s, reason = held.file, clock.now_s(), ""
+        file, started_s, reason, is_dropped = held.file, clock.now_s(), "", False
         try:
             if self._held.get(file.path) is held:  # rule 2
                 at_low_priority(partial(write_file, file, fd, salt=self._run_id))
+        except FileExistsError as error:
+            reason, is_dropped = str(error), True
         except OSError as error:
             reason = error.strerror or str(error)
         finally:
             os.close(fd)
-        return partial(self._written, held, clock.now_s() - started_s, reason)
+        seconds = clock.now_s() - started_s
+        return partial(self._written, held, seconds, reason, is_dropped=is_dropped)
 
-    def _written(self, held: _Held, seconds: float, reason: str) -> None:
+    def _written(self, held: _Held, seconds: float, reason: str, *, is_dropped: bool) -> None:
         self._num_jobs -= 1
         file = held.file
         if self._held.get(file.path) is held:  # no newer save has replaced it
             held.reason = reason
-            if reason:
+            if reason and not is_dropped:
                 _log.debug("%s is not written: %s", file.path, reason)  # the agent warns
                 self._retries.start(RETRY_S)
             else:
                 del self._held[file.path]
                 os.close(held.fd)
             self._send_to_agent(
-                file_messages.FileWritten(file.path, file.number, file.num_bytes, seconds, reason)
+                file_messages.FileWritten(
+                    file.path, file.number, file.num_bytes, seconds, reason, is_dropped
+                )
             )
         self._reply()
 
@@ -184,7 +200,7 @@ class SavedFiles:
 
 
 def write_file(file: file_messages.FileHeld, source: int, *, salt: str) -> None:
-    """Write, sync and rename: rule 3. Raises OSError.
+    """Write, sync and rename: rule 3. Raises OSError; FileExistsError: rule 4.
 
     The name of the temporary file is the same in the next attempt, also of another SMP, which
     therefore replaces what a killed one left.
@@ -204,10 +220,13 @@ def write_file(file: file_messages.FileHeld, source: int, *, salt: str) -> None:
                     raise OSError(f"the content ends after {at} of {file.num_bytes} bytes")
                 at += count
                 crash_point("smp.file.copied")
+            os.utime(fd, ns=(file.number, file.number))
             os.fsync(fd)
         finally:
             os.close(fd)
         crash_point("smp.file.synced")
+        if _is_replaced(file):
+            raise FileExistsError(_NEWER)
         os.rename(temporary, target)
     except OSError:
         with suppress(OSError):
@@ -219,6 +238,15 @@ def write_file(file: file_messages.FileHeld, source: int, *, salt: str) -> None:
         os.fsync(folder)
     finally:
         os.close(folder)
+
+
+def _is_replaced(file: file_messages.FileHeld) -> bool:
+    try:
+        found = os.stat(file.path)
+    except OSError:
+        return False
+    at = (found.st_ino, found.st_mtime_ns)
+    return file_messages.is_newer(at, before=file.before, number=file.number)
 
 
 def _mode_of(target: Path, new: int) -> int:

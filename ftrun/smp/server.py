@@ -256,7 +256,10 @@ class SmpServer:
             raise ProtocolError(f"the message names rank {body.rank}, not {client.rank}")
         is_over = handler.is_over(received.envelope)
         if is_over and not isinstance(
-            body, worker_messages.ShardSealed | worker_messages.ShardSkipped
+            body,
+            worker_messages.ShardSealed
+            | worker_messages.ShardSkipped
+            | file_messages.OpenSavedFile,
         ):
             requester.send(messages.Refused(f"generation {received.envelope.generation} has ended"))
             return

@@ -13,18 +13,21 @@ import io
 import logging
 import os
 import tempfile
-from contextlib import suppress
+from collections.abc import Callable
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, cast
+from typing import IO, TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 
 from ftrun import clock
 from ftrun.errors import PeerError
+from ftrun.wire.messages.files import is_newer
 from ftrun.worker.context import WorkerContext, worker_context
 
 if TYPE_CHECKING:
     from ftrun.worker.smp_client import WorkerSmpClient
+
+_Reply = TypeVar("_Reply")
 
 _CHECK_BYTES = 64 << 20
 """Free memory is checked before each run of this many bytes."""
@@ -38,6 +41,9 @@ _link: "tuple[int, WorkerSmpClient] | None" = None
 
 _is_lost = False
 """No SMP took the last file in time, so the next save tries once."""
+
+_saved: set[str] = set()
+"""Paths that this process has given to an SMP, and that may not be written yet."""
 
 _log = logging.getLogger(__name__)
 
@@ -91,6 +97,9 @@ def save(obj: object, f: "str | os.PathLike[str] | IO[bytes]", *args: Any, **opt
     except PeerError as error:
         _log.warning("%s is written by this rank: %s", path, error)
         torch.save(obj, f, *args, **options)
+        _saved.discard(path)
+    else:
+        _saved.add(path)
     finally:
         os.close(fd)
 
@@ -102,6 +111,9 @@ def load(f: "str | os.PathLike[str] | IO[bytes]", *args: Any, **options: Any) ->
         f: path, or an open file.
         args: as in torch.load.
         options: as in torch.load.
+
+    Raises:
+        PeerError: this process has saved the file, and no SMP says whether it is written.
     """
     context, path = _context(), _path_of(f)
     fd = None if context is None or path is None else _held(context, path)
@@ -165,11 +177,39 @@ def _is_free(num_bytes: int) -> bool:
 
 def _hand_over(context: WorkerContext, path: str, fd: int, num_bytes: int) -> None:
     link, mode = _link_of(context), 0o666 & ~_umask()
+    before = _identity(path)
+    _patiently(lambda: link.save_file(path, fd, num_bytes=num_bytes, mode=mode, before=before))
+
+
+def _held(context: WorkerContext, path: str) -> int | None:
+    link = _link_of(context)
+    try:
+        found = _patiently(lambda: link.open_saved_file(path))
+    except PeerError as error:
+        if path in _saved:
+            raise PeerError(
+                f"{path} was saved, and the process that writes it does not answer: {error}. The "
+                "file on the disk may be older: load it by torch.load, or try again"
+            ) from error
+        _log.warning("%s is read from the disk; a newer save may not be written: %s", path, error)
+        return None
+    if found is None:
+        _saved.discard(path)
+        return None
+    held, fd = found
+    if is_newer(_identity(path), before=held.before, number=held.number):
+        os.close(fd)
+        return None
+    return fd
+
+
+def _patiently(ask: Callable[[], _Reply]) -> _Reply:
+    """Ask an SMP, and its successor if it has ended. Raises PeerError."""
     global _is_lost
     give_up_s = clock.now_s() + (0.0 if _is_lost else _AWAIT_S)
     while True:
         try:
-            link.save_file(path, fd, num_bytes=num_bytes, mode=mode)
+            reply = ask()
         except PeerError:
             # The agent starts another SMP.
             if clock.now_s() >= give_up_s:
@@ -178,13 +218,15 @@ def _hand_over(context: WorkerContext, path: str, fd: int, num_bytes: int) -> No
             clock.sleep(_RETRY_S)
         else:
             _is_lost = False
-            return
+            return reply
 
 
-def _held(context: WorkerContext, path: str) -> int | None:
-    with suppress(PeerError):
-        return _link_of(context).open_saved_file(path)
-    return None
+def _identity(path: str) -> tuple[int, int]:
+    try:
+        found = os.stat(path)
+    except OSError:
+        return 0, 0
+    return found.st_ino, found.st_mtime_ns
 
 
 def _link_of(context: WorkerContext) -> "WorkerSmpClient":

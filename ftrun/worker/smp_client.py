@@ -225,17 +225,20 @@ class WorkerSmpClient:
         body = FetchPieces(rank, wanted.generation, wanted.step, list(pieces))
         return self._fetch(body, PiecesFetched, num_fds=1, deadline_s=_FETCH_S).fds[0]
 
-    def save_file(self, path: str, fd: int, *, num_bytes: int, mode: int) -> None:
+    def save_file(
+        self, path: str, fd: int, *, num_bytes: int, mode: int, before: tuple[int, int]
+    ) -> None:
         """Hand over the content of a file, which the SMP writes behind."""
-        body = SaveFile(self._context.rank, path, num_bytes, mode)
+        body = SaveFile(self._context.rank, path, num_bytes, mode, before)
         received = self._ask(body, fds=(fd,))
         if not isinstance(received.body, Done):
             raise PeerError(f"the SMP answered {received.body!r} to a file")
 
-    def open_saved_file(self, path: str) -> int | None:
-        """Return a descriptor of a file that is not written yet, or None."""
+    def open_saved_file(self, path: str) -> tuple[SavedFileOpened, int] | None:
+        """Return a file that is not written yet, with a descriptor of its content, or None."""
         received = self._ask(OpenSavedFile(self._context.rank, path))
-        return received.fds[0] if isinstance(received.body, SavedFileOpened) else None
+        body = received.body
+        return (body, received.fds[0]) if isinstance(body, SavedFileOpened) else None
 
     def _fetch(
         self,

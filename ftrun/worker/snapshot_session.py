@@ -33,12 +33,7 @@ from ftrun.worker.restore import early_restore
 from ftrun.worker.restore.loader import LocalState, SavedState, put_back_random_states, reload
 from ftrun.worker.restore.overwritten import RestoredMarks, RestoredSettings
 from ftrun.worker.smp_client import WorkerSmpClient
-from ftrun.worker.snapshot_wait import (
-    Level,
-    LevelWait,
-    SnapshotHandle,
-    unprotected_reason,
-)
+from ftrun.worker.snapshot_wait import Level, LevelWait, SnapshotHandle, unprotected_reason
 from ftrun.worker.state.attached import AttachedState, is_layout_of
 from ftrun.worker.state.checked_state import CheckedState
 from ftrun.worker.state.determinism import DdpWrapperTracker, is_needed, ready_order, warm_buckets
@@ -360,7 +355,10 @@ class SnapshotSession:
     @property
     def newest(self) -> Version | None:
         """The newest snapshot that this rank has sealed or restored, after the copy in progress."""
-        return None if self._capture is None else self._capture.commit_wait.newest_sealed
+        if self._capture is None:
+            return None
+        self._capture.await_copy()
+        return self._capture.commit_wait.newest_sealed
 
     @property
     def newest_step(self) -> int | None:
@@ -374,9 +372,10 @@ class SnapshotSession:
         if self._capture is None:
             raise SnapshotError(f"wait({level!r}): this run takes no snapshots (snapshot.enabled)")
         commit_wait = self._capture.commit_wait
-        wanted = commit_wait.newest_sealed if handle is None else handle.version(level)
         wait = LevelWait(self._context, commit_wait, self._link.send_again)
-        return wait.until(level, wanted, timeout_s)
+        if handle is not None:
+            return wait.until(level, handle.version(level), timeout_s)
+        return wait.until(level, None, timeout_s, self._capture.await_copy)
 
     def passed(self, handle: SnapshotHandle) -> None:
         """Complete a handle after its boundary."""

@@ -95,13 +95,31 @@ class LevelWait:
         self._commit_wait = commit_wait
         self._send_again = send_again
 
-    def until(self, level: Level, wanted: Version | None, timeout_s: float) -> bool:
+    def until(
+        self,
+        level: Level,
+        wanted: Version | None,
+        timeout_s: float,
+        await_copy: Callable[[float], bool] = lambda _: True,
+    ) -> bool:
         """Return True when a sealed version of this rank has reached a level.
+
+        `wanted`: None: the newest one, after the copy in progress. `await_copy`: waits for this
+        copy for some seconds, and returns whether it is complete.
 
         Raises:
             SnapshotError: it cannot reach the level.
             SnapshotWaitTimeout: it has not reached the level within `timeout_s`.
         """
+        give_up_s = clock.now_s() + timeout_s
+        while wanted is None and not await_copy(_POLL_S):
+            if clock.now_s() >= give_up_s:
+                raise SnapshotWaitTimeout(
+                    f"the newest snapshot is not {level} after {timeout_s:g} s: it is still "
+                    "copied, or a state provider writes. Raise wait(timeout_s=...)"
+                )
+            self._context.page.show_life(clock.now_ns())
+        wanted = wanted or self._commit_wait.newest_sealed
         if wanted is None:
             raise SnapshotError(
                 f"wait({level!r}): this rank has taken no snapshot yet{self._unprotected()}. Call "
@@ -110,13 +128,12 @@ class LevelWait:
         page = self._context.page
         before, page.phase = page.phase, f"wait until {level}"
         try:
-            self._await(level, wanted, timeout_s)
+            self._await(level, wanted, timeout_s, give_up_s)
         finally:
             page.phase = before
         return True
 
-    def _await(self, level: Level, wanted: Version, timeout_s: float) -> None:
-        give_up_s = clock.now_s() + timeout_s
+    def _await(self, level: Level, wanted: Version, timeout_s: float, give_up_s: float) -> None:
         failed_before = self._commands.not_persisted
         while not self._is_reached(level, wanted):
             failed = self._commands.not_persisted

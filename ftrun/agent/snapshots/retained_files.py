@@ -42,7 +42,7 @@ class RetainedFiles:
         """Note the result of a write; a newer save of the path may follow it."""
         if not result.reason or result.reason != self._reasons.get(result.path):
             self._results.append(result)  # a failure once, not for each attempt
-        if result.reason:
+        if result.reason and not result.is_dropped:
             self._reasons[result.path] = result.reason
             return
         self._reasons.pop(result.path, None)
@@ -50,6 +50,11 @@ class RetainedFiles:
         if held is not None and held[0].number <= result.number:
             os.close(held[1])
             del self._held[result.path]
+
+    def give_up(self, reason: str) -> None:
+        """Note that no SMP will write the files, and why."""
+        for file, _ in self.held:
+            self.written(FileWritten(file.path, file.number, file.num_bytes, 0.0, reason))
 
     def drain_results(self) -> list[FileWritten]:
         found, self._results = self._results, []

@@ -329,6 +329,9 @@ class AgentSmpClient:
 
     def lost(self) -> None:
         if self.channel is not None:
+            with suppress(FtrunError):  # what the SMP has sent before its end, such as a file
+                for received in self.channel.receive_ready():
+                    self._take(received)
             self.channel.close()
         self.channel, self.unreachable = None, ()
         self.num_writes, self.needed = 0, smp_messages.MemoryNeeded(0)

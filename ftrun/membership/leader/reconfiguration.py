@@ -40,7 +40,6 @@ Rule 8: a node with a hardware fault is evicted before its ranks fail, if anothe
 Rule 9: a draining node trains until it is clear that the run does not stop, see
         draining.py. The boundary's snapshot is written to disk too, if there is a checkpoint
         directory, because the whole run may still be asked to stop.
-Rule 10: a readmission must survive the leader, so the voters get a plan with the newer history.
 """
 
 from collections.abc import Collection
@@ -93,7 +92,7 @@ class VoterReconfiguration:
     def poll(
         self, plan: GenerationPlan, history: FailureHistory, *, grows: bool = False, now_s: float
     ) -> list[Command]:
-        """Starts a change that tolerates more losses, or spreads a readmission; repeats it.
+        """Starts a change that tolerates more losses; repeats it.
 
         Args:
             grows: spares are about to run ranks, so they get no votes.
@@ -120,13 +119,8 @@ class VoterReconfiguration:
         limit_s = self._settings.times.last_call_timeout_s
         is_bound = not witness and self._peers.witness.has_been_away(limit_s, now_s=now_s)
         is_other = voters != electorate_of(plan) and not is_same and not grows
-        known = (self.wanted or plan).history.num_readmitted
         if is_other and (bears_more or (is_bound and plan.witness)):
             self._want(changed)
-        elif history.num_readmitted > known:  # Rule 10
-            own = plan if self.wanted is None else self.wanted
-            same = {"spares": own.spares, "witness": own.witness}
-            self._want(msgspec.structs.replace(changed, **same))
         return self._ask(now_s)
 
     def _want(self, changed: GenerationPlan) -> None:

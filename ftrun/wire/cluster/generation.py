@@ -172,7 +172,6 @@ class FailureHistory(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     barred: dict[str, float] = {}  # ages of the exclusions of nodes that were present, by node id
     exclusions: dict[str, Exclusion] = {}  # the reason of each
     slow_evictions: list[SlowEviction] = []
-    num_readmitted: int = 0  # exclusions that ended before their time; a plan with fewer is old
     readmitted: dict[str, float] = {}  # ages of readmissions after a hardware fault, by node id
     incidents: int = 0  # number of incidents opened so far
     bad_version: VersionPair | None = None  # it and later ones hold numerical anomalies

@@ -16,6 +16,7 @@ class SaveFile(Message, frozen=True, tag="SaveFile"):
     path: str  # absolute, without symbolic links
     num_bytes: int
     mode: int  # permissions of the file, if it does not exist yet
+    before: tuple[int, int] = (0, 0)  # inode and mtime (ns) of the file; zeros: there is none
 
 
 class OpenSavedFile(Message, frozen=True, tag="OpenSavedFile"):
@@ -29,6 +30,8 @@ class SavedFileOpened(Message, frozen=True, tag="SavedFileOpened"):
     """SMP -> worker, with a descriptor of the content."""
 
     num_bytes: int
+    number: int = 1 << 62  # as in FileHeld
+    before: tuple[int, int] = (0, 0)
 
 
 class FileHeld(Message, frozen=True, tag="FileHeld"):
@@ -42,17 +45,19 @@ class FileHeld(Message, frozen=True, tag="FileHeld"):
     path: str
     num_bytes: int
     mode: int
-    number: int  # grows from save to save of a node, also over restarts of its SMP
+    number: int  # time of the save, ns; grows from save to save, also over restarts of the SMP
+    before: tuple[int, int] = (0, 0)  # as in SaveFile
 
 
 class FileWritten(Message, frozen=True, tag="FileWritten"):
-    """SMP -> agent, unsolicited: a file is on storage; or it is not, and stays held."""
+    """SMP -> agent, unsolicited: a file is on storage; or it is not, and why."""
 
     path: str
     number: int
     num_bytes: int
     seconds: float
     reason: str = ""  # why it is not written; empty: it is
+    is_dropped: bool = False  # it is not held any more, because a newer file is there
 
 
 class FinishFiles(Message, frozen=True, tag="FinishFiles"):
@@ -60,3 +65,12 @@ class FinishFiles(Message, frozen=True, tag="FinishFiles"):
 
 
 FileMessage = FileHeld | FileWritten | FinishFiles | OpenSavedFile | SaveFile | SavedFileOpened
+
+
+def is_newer(found: tuple[int, int], *, before: tuple[int, int], number: int) -> bool:
+    """Whether a file was changed after a save, and not by the write of an earlier save.
+
+    `found`: its inode and mtime (ns); zeros: there is none. The write of a save sets the mtime to
+    the number of the save.
+    """
+    return found != before and found[1] > number

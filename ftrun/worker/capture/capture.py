@@ -8,9 +8,8 @@ Survives: nothing; the slot with the newest committed version is never written, 
           moment leaves it whole.
 
 Rule 1: between two boundaries at most one snapshot is in progress. Whenever an optimizer changes a
-        parameter, the copy thread has read all tensors, or has queued all its reads of devices. The
-        stream of the step waits for these reads, and the training thread does not. State providers
-        write after that, while the step runs.
+        parameter, the copy thread is idle, or has queued all its reads of devices and runs no state
+        provider. The stream of the step waits for these reads, and the training thread does not.
 Rule 2: tensors that belong to an optimizer are copied lazily. Each lazy copy is checked against the
         boundary before its slot is sealed (lazy_check.py), and a difference discards the snapshot.
         The first `verify_first` snapshots, and one in `verify_every`, are verified snapshots. They
@@ -37,7 +36,6 @@ Source: the lazy copy during forward and backward is from DataStates-LLM (arXiv 
 
 import logging
 import os
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -46,7 +44,6 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ftrun import clock
 from ftrun.errors import FtrunError, MemoryTooSmall, PeerError, ProviderFailed, StructureChanged
-from ftrun.snapshot.layout import Layout
 from ftrun.snapshot.replica_shares import ReplicaCheck
 from ftrun.wire.crash_points import crash_point
 from ftrun.wire.shared_memory.arena import Arena
@@ -55,9 +52,8 @@ from ftrun.worker.capture.boundaries import SnapshotSchedule, StepActivity
 from ftrun.worker.capture.copying import CopyThread, SlotCopy
 from ftrun.worker.capture.device_order import JudgedGraphs, StepStreams
 from ftrun.worker.capture.device_sources import DeviceCopies
-from ftrun.worker.capture.lazy_check import LazyCopyCheck
+from ftrun.worker.capture.lazy_check import BEFORE_STEP, UNDER_COPY, WITHOUT_HOOK, LazyCopyCheck
 from ftrun.worker.capture.slots import ArenaSlots, SlotProvider
-from ftrun.worker.commit_wait import CommitWait
 from ftrun.worker.context import WorkerContext
 from ftrun.worker.replicas.shares import ReplicaShares
 from ftrun.worker.smp_client import WorkerSmpClient
@@ -67,17 +63,10 @@ from ftrun.worker.state.unprotected import Hook, shown
 _POLL_S = 0.0005
 _LAST_COMMIT_WAIT_S = 5.0
 
-_HINT = " (code inside `with session.phase(...)` would run after the copy)"
-_UNDER_COPY = (
-    "changed while the snapshot of step {step} was copied, by code that is no optimizer step; the "
-    "snapshot is discarded" + _HINT
-)
-_BEFORE_STEP = "changed between a step boundary and the optimizer step" + _HINT
 _NO_DEVICE_MEMORY = (
     "no snapshots: the device lacks memory to copy small or non-contiguous tensors. Free 128 MiB; "
     "snapshots then resume"
 )
-_WITHOUT_HOOK = "changed in a step in which no optimizer hook ran"
 
 _log = logging.getLogger(__name__)
 
@@ -104,7 +93,8 @@ class Capture:
         self._pid = os.getpid()
         self._store = SlotProvider(context)
         self._at_boundary: set[str] = set()
-        self._commit_wait = self._store.commit_wait
+        self.commit_wait = self._store.commit_wait
+        self.prepare = self._store.prepare
         self._check: LazyCopyCheck | None = None
         self._verified: tuple[SlotCopy, memoryview] | None = None
         self._graphs = JudgedGraphs()
@@ -122,9 +112,9 @@ class Capture:
         self._trouble = ""
         self._copy_of_devices: DeviceCopies | None = None
         """The copy in progress, or the last one, if it reads devices."""
-        self._has_read = threading.Event()
-        """Set when the snapshot in progress reads no more tensors in main memory."""
-        self._has_read.set()
+        self._late_skip = -1
+        self._is_providing = False
+        """State providers write in the copy thread, in the copy in progress or the last one."""
         self._hook = register_optimizer_step_pre_hook(of_steps(self.before_step))
 
     # --- training thread -------------------------------------------------------------------
@@ -149,7 +139,12 @@ class Capture:
         try:
             # `is_due` does not depend on `_learn`: intervals begin at steps that no rank has made.
             is_due = (allowed and self._cadence.is_due(step)) or force
+            if is_due and not force and self._is_providing and self._thread.is_busy:
+                is_due = False
+                self._page.add(HeartbeatField.SKIPPED_COUNT, 1)
+                self._late_skip = step
             self._end_turn(is_due=is_due, allowed=allowed)
+            self._report_late_skip()
             self._learn(started_ns)
             self._link.send_again()
             if (missed := self._cadence.drain_missed()) > self._newest_taken:
@@ -172,52 +167,42 @@ class Capture:
         self._count_blocked(started_ns)
         self._last_boundary_ns = clock.now_ns()
 
-    @property
-    def commit_wait(self) -> CommitWait:
-        """Of the seals of this rank, after the copy in progress."""
-        self._await_copy()
-        return self._commit_wait
-
     def warm(self, arena: Arena) -> None:
         """Map the pages of an inherited arena in the copy thread, during the first step."""
         self._store.inherit(arena)
         self._thread.start(arena.populate)
 
-    def prepare(self, expected: Layout) -> None:
-        """Allocate memory for the first arena during the first step."""
-        self._store.prepare(expected)
-
     def finish(self) -> None:
         """Wait for the copy thread, so that the last snapshot is whole."""
         if os.getpid() == self._pid:
-            self._await_copy()
+            self.await_copy()
 
-    def _await_copy(self) -> None:
+    def await_copy(self, timeout_s: float | None = None) -> bool:
+        """Wait for the copy in progress; return whether it is complete."""
         if self._copy_of_devices is not None:
             self._copy_of_devices.lift_limit()
-        self._thread.wait()
+        return self._thread.wait(timeout_s)
 
     def close(self) -> None:
         self.finish()
         self._hook.remove()
         self._is_off = True
+        self._release()
 
     def resolve(self) -> None:
         """Wait for the copy in progress; the script may then change any tensor until its next step.
 
         Never raises.
         """
-        if not self._is_off and os.getpid() == self._pid:
-            started_ns = clock.now_ns()
-            self._await_copy()
-            self._count_blocked(started_ns)
-            self._resolve()
+        self._resolve(waits=True)
 
-    def _resolve(self) -> None:
+    def _resolve(self, *, waits: bool = False) -> None:
         if self._is_off or os.getpid() != self._pid:
             return
         started_ns = clock.now_ns()
         try:
+            if waits:
+                self.await_copy()
             self._observe()
         except Exception as error:  # noqa: BLE001 - rule 5
             self._give_up(error)
@@ -252,10 +237,10 @@ class Capture:
 
     def _observe(self) -> None:
         """Order what follows after the copy, and sample its sources before they may change."""
-        if self._copy_of_devices is None:
-            self._has_read.wait()
-        else:
+        if self._copy_of_devices is not None:
             self._copy_of_devices.precede()
+        if self._copy_of_devices is None or self._is_providing:
+            self.await_copy()
         if self._check is not None:
             self._check.observe()
         verified, self._verified = self._verified, None
@@ -265,11 +250,13 @@ class Capture:
             if self._graphs.judge(has_changed=bool(changed)):
                 self._check = None  # its samples hold the changes of the graphs
             else:
-                self._demote(changed, _BEFORE_STEP)
+                self._demote(changed, BEFORE_STEP)
 
     def _end_turn(self, *, is_due: bool, allowed: bool) -> None:
         hook_fired, self._hook_fired = self._hook_fired, False
         self._is_hookless = not hook_fired
+        if not is_due and self._is_providing and self._thread.is_busy:
+            return  # no optimizer has stepped
         check = self._check
         if check is not None and not is_due:
             check.hook_fired = check.hook_fired or hook_fired
@@ -278,14 +265,14 @@ class Capture:
             is_complete = not self._thread.is_busy and check.has_arrived
             if not (is_complete if check.hook_fired else allowed):
                 return
-        self._await_copy()
+        self.await_copy()
         self._copy_of_devices = None
         self._observe()
         check, self._check = self._check, None
         if check is not None and (hook_fired or check.hook_fired):
-            self._demote(check.changed_before_step(), _BEFORE_STEP)
+            self._demote(check.changed_before_step(), BEFORE_STEP)
         elif check is not None:
-            self._demote(check.changed_now(), _WITHOUT_HOOK)
+            self._demote(check.changed_now(), WITHOUT_HOOK)
 
     def _count_blocked(self, started_ns: int) -> None:
         blocked_ns = clock.now_ns() - started_ns
@@ -301,7 +288,7 @@ class Capture:
                 copy_s=self._copy_s,
                 blocked_s=self._blocked_ns / 1e9,
             )
-        self._turn = StepActivity.QUIET if self._commit_wait.is_free else StepActivity.PROTECT
+        self._turn = StepActivity.QUIET if self.commit_wait.is_free else StepActivity.PROTECT
         if self._thread.is_busy:
             self._turn = StepActivity.COPY
         self._is_typical = True
@@ -325,13 +312,12 @@ class Capture:
             self._fail(step, error)
 
     def _report_skip(self, step: int) -> None:
-        self._commit_wait.skipped(step)
+        self.commit_wait.skipped(step)
         self._link.report_skipped(step)
 
     def _take(self, step: int, collect: Callable[[], BoundaryState], *, is_last: bool) -> None:
         if not self._may_overwrite(is_last=is_last):
-            # Report a skip, not a withdrawal: the SMP may still commit the last seal, so no rank
-            # may overwrite it.
+            # No withdrawal: the SMP may still commit the last seal, so no rank may overwrite it.
             self._page.add(HeartbeatField.SKIPPED_COUNT, 1)
             self._report_skip(step)
             return
@@ -340,13 +326,13 @@ class Capture:
         self._graphs.see(whole.persistent)
         state, slots = self._slots_for(whole, is_last=is_last)
         if slots is None:
-            self._commit_wait.skipped(step)
+            self.commit_wait.skipped(step)
             self._link.withdraw(step)
             return
         slot = self._store.begin_copy(slots, step)
         self._newest_taken = step
         copy = slots.copy_of(slot, state, self._at_boundary)
-        is_verified = copy.is_verified = self._is_verified()
+        is_verified = self._is_verified()
         if is_verified or self._is_hookless:
             # A step without a hook, such as a compiled one, may have run in any stream.
             copy.synchronize()
@@ -369,8 +355,19 @@ class Capture:
             self._is_typical = False
         else:
             self._turn = StepActivity.COPY
-            self._thread.start(lambda: self._copy(slots, slot, copy, check, step, replicas))
-            self._has_read = copy.has_read
+
+            def work() -> None:
+                self._copy(slots, slot, copy, check, step, replicas)
+                copy.provided.clear()  # what they have frozen may be large
+
+            self._is_providing = bool(copy.provided)
+            self._thread.start(work)
+
+    def _report_late_skip(self) -> None:
+        # After the seal of the step before, which a skip would abandon.
+        if self._late_skip >= 0 and not self._thread.is_busy:
+            self._report_skip(self._late_skip)
+            self._late_skip = -1
 
     def _slots_for(
         self, whole: BoundaryState, *, is_last: bool
@@ -401,7 +398,7 @@ class Capture:
         # A slower rank seals later, and this rank would wait for it in the next collective anyway.
         # After one wait without a commit, boundaries do not wait until a slot is free again.
         give_up_s = clock.now_s() + (wait_s if is_last or self._is_patient else 0.0)
-        commit_wait = self._commit_wait
+        commit_wait = self.commit_wait
         while not commit_wait.is_free:
             if commit_wait.is_under_way and (not is_last or clock.now_s() >= give_up_s):
                 return False
@@ -432,16 +429,13 @@ class Capture:
         try:
             copy.copy_lazy(slots.arena.table(slot))
             hashed = replicas()  # before `wrong_copies`, which covers the time of both
-            copy.has_read.set()
             crash_point("worker.capture.copied")
-            wrong = check.wrong_copies()
-            if wrong:
+            if wrong := check.wrong_copies():
                 self._page.add(HeartbeatField.DISCARDED_COUNT, 1)
-                self._demote(wrong, _UNDER_COPY.format(step=step))
-                self._commit_wait.skipped(step)
+                self._demote(wrong, UNDER_COPY.format(step=step))
+                self.commit_wait.skipped(step)
                 self._link.withdraw(step)
                 return False
-            copy.write_provided(slots.arena.table(slot))
             self._store.seal(slots, slot, step, self._link, hashed)
             for key in ("memory", "value", "device memory"):
                 self._context.unprotected.remove(key)
@@ -454,13 +448,11 @@ class Capture:
             self._give_up(error)
         finally:
             copy.on_devices.issued.set()
-            copy.has_read.set()
             self._copy_s = (clock.now_ns() - started_ns) / 1e9
         return False
 
     def _demote(self, names: list[str], what: str) -> None:
-        new = [name for name in names if name not in self._at_boundary]
-        if not new:
+        if not (new := [name for name in names if name not in self._at_boundary]):
             return
         self._at_boundary.update(new)
         self._store.forget_copies()
@@ -471,15 +463,21 @@ class Capture:
 
     def _skip_snapshot(self, step: int, key: str, reason: str) -> None:
         """Skip the snapshot of this step; the slots stay as they are, and later steps try again."""
+        self._release()
         self._page.add(HeartbeatField.SKIPPED_COUNT, 1)
         self._context.unprotected.add(key, reason)
-        self._commit_wait.skipped(step)
+        self.commit_wait.skipped(step)
         self._link.withdraw(step)
 
     def _fail(self, step: int, error: Exception) -> None:
         """Skip the snapshot of this step because of an error that may pass, such as a bad value."""
-        self._check = self._verified = self._copy_of_devices = None
+        self._check = self._copy_of_devices = None
         self._skip_bad_value(step, error)
+
+    def _release(self) -> None:
+        # What the state providers have frozen may be large.
+        self._verified = None
+        self._store.forget_copies()
 
     def _skip_bad_value(self, step: int, error: Exception) -> None:
         kind = "" if isinstance(error, FtrunError) else f"{type(error).__name__}: "
@@ -492,6 +490,7 @@ class Capture:
     def _give_up(self, error: Exception) -> None:
         """Stop taking snapshots in this process, because its checks are no longer reliable."""
         self._is_off = True
+        self._release()
         kind = "" if isinstance(error, FtrunError) else f"a bug in ftrun: {type(error).__name__}: "
         if isinstance(error, getattr(torch, "AcceleratorError", ())):  # such as a failed assertion
             kind = "the device reports an error of a kernel: "

@@ -28,6 +28,7 @@ import numpy as np
 import torch
 import xxhash
 
+from ftrun import clock
 from ftrun.linux import available_memory
 from ftrun.snapshot.layout import PLAIN_NAME, CopyTiming, Layout, LayoutEntry, Piece, cut
 from ftrun.worker.capture.device_copies import device_at, synchronize
@@ -83,16 +84,11 @@ class SlotCopy:
     boundary_sources: list[torch.Tensor] = field(default_factory=list)
     on_devices: DeviceCopies = field(default_factory=lambda: DeviceCopies(()))
     packed: list[tuple[int, Any]] = field(default_factory=list)
-    """Index and slot bytes of all other pieces: packs, boundary copies, plain values."""
+    """Index and slot bytes of all other pieces: packs, boundary copies, providers, plain values."""
     provided: list[tuple[ProviderState, np.ndarray]] = field(default_factory=list)
     """Providers, and their targets, that are written lazily."""
     provided_now: list[tuple[ProviderState, np.ndarray]] = field(default_factory=list)
     """The same for providers that are written at the boundary."""
-    provided_pieces: list[tuple[int, Any]] = field(default_factory=list)
-    is_verified: bool = False
-    """Whether `differing` will be called."""
-    has_read: threading.Event = field(default_factory=threading.Event)
-    """Set when this snapshot reads no more tensors; only providers may still write."""
 
     @cached_property
     def samples(self) -> LazySamples:
@@ -108,19 +104,6 @@ class SlotCopy:
         pairs = [(one, byte_view(views.target(one.name)).numpy()) for one in states]
         self.provided = [pair for pair in pairs if pair[0].name not in boundary_names]
         self.provided_now = [pair for pair in pairs if pair[0].name in boundary_names]
-        self.provided_pieces = [piece for one in states for piece in views.pieces_of(one.name)]
-        own = {index for index, _ in self.provided_pieces}
-        self.packed = [piece for piece in self.packed if piece[0] not in own]
-        self.has_read = threading.Event()
-
-    def write_provided(self, table: memoryview) -> None:
-        """Have the providers write, and compute the digests; raises ProviderFailed."""
-        for state, target in self.provided:
-            state.write(target)
-        for index, view in self.provided_pieces:
-            table[index] = digest_of(view)
-        if not self.is_verified:
-            self.provided.clear()  # what they have frozen may be large
 
     def copy_boundary(self, *, is_staged: bool = False, gb_s: float = 0.0) -> None:
         """Copy the boundary sources; on devices, queue the copies and the state to copy later.
@@ -150,6 +133,8 @@ class SlotCopy:
         synchronize((*self.boundary_sources, *(one.source for one in self.lazy)))
 
     def copy_lazy(self, table: memoryview) -> None:
+        for state, target in self.provided:
+            state.write(target)
         if self.whole_targets:
             torch._foreach_copy_(self.whole_targets, self.whole_sources)
         if self.on_devices:
@@ -177,11 +162,11 @@ class SlotCopy:
         ):
             if content_digest(source) != content_digest(target):
                 names.add(name)
-        for state, written in self.provided:
+        provided, self.provided = self.provided, []
+        for state, written in provided:
             has_room = available_memory().num_bytes > 2 * state.num_bytes
             if has_room and state.differs_from(written):
                 names.add(state.name)
-        self.provided.clear()
         return sorted(names | self.on_devices.differing())
 
 
@@ -204,11 +189,6 @@ class SlotViews:
         at = self._start + self._entries[PLAIN_NAME].offset
         self.image[at : at + 8] = len(plain).to_bytes(8, "little")
         self.image[at + 8 : at + 8 + len(plain)] = plain
-
-    def pieces_of(self, name: str) -> list[tuple[int, Any]]:
-        """Index and slot bytes of each piece of an entry."""
-        indices = self.layout.pieces_of(self._entries[name])
-        return [(index, self._bytes_of(self.layout.pieces[index])) for index in indices]
 
     def target(self, name: str) -> torch.Tensor:
         if name not in self._targets:
@@ -319,6 +299,10 @@ def content_digest(tensor: torch.Tensor) -> int:
     return digest_of(byte_view(tensor).numpy()) if tensor.numel() else 0
 
 
+_LOOK_S = 1.0
+"""Interval of a wait for the copy thread at which it is checked that the thread lives."""
+
+
 class CopyThread:
     """Daemon thread that copies in parallel to the training thread; one job at a time."""
 
@@ -334,23 +318,31 @@ class CopyThread:
 
     def start(self, job: Callable[[], object]) -> None:
         """Start a job; logs its exceptions. The caller must have waited for the previous job."""
-        if self._thread is None:
+        if self._thread is None or not self._thread.is_alive():
             thread = threading.Thread(target=self._work, name="ftrun-copy", daemon=True)
             thread.start()
             self._thread = thread
         self._idle.clear()
         self._jobs.put(job)
 
-    def wait(self) -> None:
-        """Wait until the job is done; at most the time to copy all bytes."""
-        self._idle.wait()
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Wait until the job is done, and return whether it is. A job whose thread died is done."""
+        give_up_s = None if timeout_s is None else clock.now_s() + timeout_s
+        while True:
+            left_s = _LOOK_S if give_up_s is None else min(_LOOK_S, give_up_s - clock.now_s())
+            if self._idle.wait(max(0.0, left_s)):
+                return True
+            if self._thread is None or not self._thread.is_alive():
+                self._idle.set()
+            elif give_up_s is not None and clock.now_s() >= give_up_s:
+                return False
 
     def _work(self) -> None:
         while True:
             job = self._jobs.get()
             try:
                 job()
-            except Exception:  # noqa: BLE001 - the thread must stay for the next job
+            except BaseException:  # noqa: BLE001 - the thread must stay for the next job
                 _log.exception("a bug in ftrun: a job of the copy thread failed")
             finally:
                 del job  # it holds an arena, whose memory may be freed before the next job

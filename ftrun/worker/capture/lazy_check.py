@@ -31,6 +31,14 @@ _WIDEST_BYTES = 16
 
 _random = random.Random()
 
+_HINT = " (code inside `with session.phase(...)` would run after the copy)"
+UNDER_COPY = (
+    "changed while the snapshot of step {step} was copied, by code that is no optimizer step; the "
+    "snapshot is discarded" + _HINT
+)
+BEFORE_STEP = "changed between a step boundary and the optimizer step" + _HINT
+WITHOUT_HOOK = "changed in a step in which no optimizer hook ran"
+
 
 @dataclass(frozen=True, slots=True)
 class LazyTensor:

@@ -18,6 +18,7 @@ Rule 3: an entry has room for more than the present bytes once they have grown, 
 Source: state providers are from the successor of DataStates-LLM (arXiv 2601.16956).
 """
 
+import threading
 import weakref
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -87,7 +88,11 @@ class ProviderState:
         try:
             self.provider.capture(self.frozen, into)
             into.release()
-        except Exception as error:
+        except BaseException as error:
+            # In the main thread, this may be the end of the script or Ctrl-C.
+            is_main = threading.current_thread() is threading.main_thread()
+            if is_main and not isinstance(error, Exception):
+                raise
             raise self._failed(f"capture(): {type(error).__name__}: {error}") from error
         # A view of `into` keeps a reference to its exporter, and could write to it later.
         exporter = weakref.ref(part)

@@ -387,27 +387,5 @@ def test_the_next_leader_excludes_the_same_nodes_for_the_rest_of_their_time() ->
     assert "b" not in made.running()
 
 
-def test_a_readmission_survives_a_leader_that_dies_before_the_next_plan() -> None:
-    made = with_spares("abcdef")
-    leader = made["a"].member.leader
-    assert leader is not None
-    leader.monitor.failures.bar("b", "it was slow", now_s=made.now_s)
-    made.kill("c")  # the next plan has the exclusion
-    made.passes(1.0)
-    assert set(made.running()) == set("ade")
-    for one in "ade":
-        works(made, 6, one, generation=1)
-    made.happens("a", MessageReceived("a", ReadmitNode("b")))
-    made.passes(2.0)
-    assert made.plan("d").voter_revision == 1
-    assert made.running() == dict.fromkeys("ade", 1), "no rank was restarted for it"
-    made.kill("a")
-    made.passes(10.0)
-    successor = made[made.leader()].member.leader
-    assert successor is not None
-    assert successor is not leader
-    assert "b" not in successor.monitor.failures.excluded(now_s=made.now_s)
-
-
 def judged(number: int) -> NodeFitness:
     return judge(NodeMeasurements(), PreflightConfig(), number=number)

@@ -3,6 +3,7 @@
 import os
 import select
 import stat
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -47,7 +48,9 @@ class Smp:
     def save(self, path: Path, content: bytes, mode: int = 0o640) -> None:
         worker = Client()
         fd = content_of(content)
-        self.files.save(worker, SaveFile(0, str(path), len(content), mode), (fd,))
+        found = path.stat() if path.exists() else None
+        before = (0, 0) if found is None else (found.st_ino, found.st_mtime_ns)
+        self.files.save(worker, SaveFile(0, str(path), len(content), mode, before), (fd,))
         os.close(fd)
         assert worker.bodies == [messages.Done()]
 
@@ -118,7 +121,9 @@ def test_a_file_that_waits_is_read_from_memory(smp: Smp, tmp_path: Path) -> None
     smp.settle()
     worker = Client()
     smp.files.open(worker, OpenSavedFile(0, str(path)))
-    assert worker.bodies == [SavedFileOpened(7)]
+    (opened,) = worker.bodies
+    assert isinstance(opened, SavedFileOpened)
+    assert opened.num_bytes == 7
     assert os.pread(worker.fds[0], 10, 0) == b"content"
     smp.files.open(worker, OpenSavedFile(0, "/other"))
     assert isinstance(worker.bodies[-1], messages.Refused)
@@ -204,3 +209,45 @@ def test_a_file_without_content_is_refused(smp: Smp, tmp_path: Path) -> None:
     worker = Client()
     smp.files.save(worker, SaveFile(0, str(tmp_path / "a"), 1, 0o600), ())
     assert isinstance(worker.bodies[0], messages.Refused)
+
+
+def test_what_was_written_after_the_save_stays_and_is_reported(smp: Smp, tmp_path: Path) -> None:
+    """For example by torch.save while the SMP was lost, or by another node."""
+    path = tmp_path / "folder" / "a"
+    smp.save(path, b"older")
+    smp.settle()  # it cannot be written yet
+    path.parent.mkdir()
+    time.sleep(0.02)  # a tick of the clock of files
+    path.write_bytes(b"newer")
+    smp.files.finish(Client())
+    smp.settle()
+    assert path.read_bytes() == b"newer"
+    assert [one.name for one in path.parent.iterdir()] == ["a"]
+    last = smp.results()[-1]
+    assert last.is_dropped
+    assert "changed after this save" in last.reason
+    worker = Client()
+    smp.files.open(worker, OpenSavedFile(0, str(path)))
+    assert isinstance(worker.bodies[0], messages.Refused), "it is not held any more"
+
+
+def test_a_write_of_an_earlier_save_and_a_clock_that_is_ahead_are_no_change(
+    smp: Smp, tmp_path: Path
+) -> None:
+    path = tmp_path / "a"
+    first = FileHeld(0, str(path), 1, 0o600, 100)
+    second = FileHeld(0, str(path), 1, 0o600, 200)  # saved before the first was written
+    for held, content in ((first, b"1"), (second, b"2")):
+        fd = content_of(content)
+        saved_files.write_file(held, fd, salt="run")
+        os.close(fd)
+    assert path.read_bytes() == b"2"
+    os.utime(path, ns=(1 << 61, 1 << 61))
+    third = FileHeld(0, str(path), 1, 0o600, 300, (path.stat().st_ino, 1 << 61))
+    fd = content_of(b"3")
+    saved_files.write_file(third, fd, salt="run")
+    path.write_bytes(b"script")
+    with pytest.raises(FileExistsError):
+        saved_files.write_file(third, fd, salt="run")
+    os.close(fd)
+    assert path.read_bytes() == b"script"

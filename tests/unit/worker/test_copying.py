@@ -1,9 +1,12 @@
 """Samples of lazy tensors detect every wide enough change, and name the tensor."""
 
+import threading
+
 import pytest
 import torch
 
 from ftrun.snapshot.layout import CopyTiming
+from ftrun.worker.capture import copying
 from ftrun.worker.capture.copying import BOUNDARY_BYTES, is_lazy
 from ftrun.worker.capture.lazy_check import ROW_BYTES, LazyCopyCheck, LazySamples, LazyTensor
 from ftrun.worker.state.state_tree import source_of
@@ -102,3 +105,28 @@ def test_small_empty_and_uncounted_tensors_are_copied_at_the_boundary() -> None:
     for name, (tensor, lazy) in cases.items():
         assert is_lazy(source_of(name, tensor, CopyTiming.LAZY), {"hasty"}) is lazy, name
         assert not is_lazy(source_of(name, tensor, CopyTiming.BOUNDARY), set())
+
+
+def test_a_copy_thread_that_dies_does_not_block_its_users(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(copying, "_LOOK_S", 0.01)
+    thread = copying.CopyThread()
+    done = threading.Event()
+
+    def exits() -> None:
+        raise SystemExit(3)
+
+    def late() -> None:
+        assert done.wait(60)
+
+    thread.start(exits)
+    assert thread.wait(60)
+    thread.start(late)
+    assert not thread.wait(0.02)
+    done.set()
+    assert thread.wait(60)
+    thread._thread = threading.Thread()  # as one that has ended
+    thread._idle.clear()
+    assert thread.wait(60), "its job is lost"
+    thread.start(done.clear)
+    assert thread.wait(60)
+    assert not done.is_set(), "by another thread"

@@ -1,5 +1,6 @@
 """State providers write into a slot of their own, and their mistakes reach no other state."""
 
+import threading
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,7 @@ from torch import nn
 from ftrun.errors import ProviderFailed, UsageError
 from ftrun.snapshot.layout import PIECE_BYTES, make_layout
 from ftrun.snapshot.plain_values import decode
-from ftrun.worker.capture.copying import SlotCopy, SlotViews, digest_of
+from ftrun.worker.capture.copying import SlotCopy, SlotViews
 from ftrun.worker.state.attached import AttachedState, Skip
 from ftrun.worker.state.providers import ProviderSizes, load_providers
 from ftrun.worker.state.state_tree import BoundaryState, StateTree
@@ -64,6 +65,13 @@ class Failing(Log):
         into[:] = b"123" if self.where == "long" else frozen
 
 
+class Exiting(Log):
+    """A provider that ends its thread."""
+
+    def capture(self, frozen: Any, into: memoryview) -> None:
+        raise SystemExit(3)
+
+
 def captured(
     tree: StateTree, boundary_names: set[str] | None = None
 ) -> tuple[BoundaryState, SlotCopy, SlotViews, memoryview]:
@@ -75,13 +83,8 @@ def captured(
     copy = views.prepare(state.persistent.sources, state.fresh, boundary_names or set())
     copy.provide(state.provided, views, boundary_names or set())
     table = memoryview(bytearray(8 * len(layout.pieces))).cast("Q")
-    copy.is_verified = True
     copy.copy_boundary()
     copy.copy_lazy(table)
-    copy.write_provided(table)
-    assert list(table) == [
-        digest_of(views.bytes[one.offset : one.offset + one.num_bytes]) for one in layout.pieces
-    ]
     return state, copy, views, table
 
 
@@ -200,3 +203,23 @@ def test_an_object_with_two_of_the_three_methods_is_none() -> None:
 
     with pytest.raises(UsageError, match=r"ftrun\.StateProvider"):
         AttachedState().add("half", Half())
+
+
+def test_an_exit_in_the_copy_thread_is_a_failure_and_in_the_main_thread_an_exit() -> None:
+    (state,) = ProviderSizes().describe({"log": Exiting(b"12")})
+    target = np.zeros(state.capacity_bytes, np.uint8)
+    found: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            state.write(target)
+        except BaseException as error:  # noqa: BLE001
+            found.append(error)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert isinstance(found[0], ProviderFailed)
+    assert "SystemExit: 3" in str(found[0])
+    with pytest.raises(SystemExit):
+        state.write(target)

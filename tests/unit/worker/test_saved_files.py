@@ -10,6 +10,8 @@ import torch
 
 import ftrun
 from ftrun.config.profile import SnapshotConfig
+from ftrun.errors import PeerError, PeerLost
+from ftrun.wire.messages.files import SavedFileOpened
 from ftrun.worker import saved_files
 from tests.launch_requests import context_of, launch_request
 
@@ -109,3 +111,55 @@ def test_a_run_without_snapshots_has_no_smp_to_wait_for(
     monkeypatch.setattr(saved_files, "worker_context", lambda: context_of(request))
     ftrun.save(STATE, tmp_path / "a.pt")
     assert same(ftrun.load(tmp_path / "a.pt"))
+
+
+class Link:
+    """Stands for a connection to an SMP that is lost, holds one file, or holds none."""
+
+    def __init__(self, found: tuple[SavedFileOpened, int] | None = None, *, lost: int = 0) -> None:
+        self.found, self.lost = found, lost
+
+    def save_file(self, *_: object, **__: object) -> None:
+        pass
+
+    def open_saved_file(self, path: str) -> tuple[SavedFileOpened, int] | None:
+        self.lost -= 1
+        if self.lost >= 0:
+            raise PeerLost(peer="the SMP")
+        return self.found
+
+
+def test_a_load_waits_for_the_next_smp_and_returns_no_older_file_of_its_own_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "a.pt"
+    torch.save(STATE, path)
+    link = Link(lost=2)
+    monkeypatch.setattr(saved_files, "worker_context", context_of)
+    monkeypatch.setattr(saved_files, "_link_of", lambda _: link)
+    monkeypatch.setattr(saved_files, "_saved", set())
+    monkeypatch.setattr(saved_files, "_is_lost", False)
+    monkeypatch.setattr(saved_files, "_RETRY_S", 0.01)
+    ftrun.save({}, path)
+    assert same(ftrun.load(path)), "the next SMP does not hold it, so it is written"
+    link.lost = 1 << 30
+    monkeypatch.setattr(saved_files, "_AWAIT_S", 0.05)
+    assert same(ftrun.load(path))
+    assert "is read from the disk; a newer save may not be written" in caplog.text
+    ftrun.save({}, path)
+    with pytest.raises(PeerError, match="on the disk may be older"):
+        ftrun.load(path)
+
+
+def test_a_file_that_is_newer_than_the_waiting_save_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "a.pt"
+    fd, num_bytes = saved_files._content_of({"step": 1}, str(path), (), {})
+    monkeypatch.setattr(saved_files, "worker_context", context_of)
+    for number in (time.time_ns() + (1 << 60), 1):
+        link = Link((SavedFileOpened(num_bytes, number), os.dup(fd)))
+        monkeypatch.setattr(saved_files, "_link_of", lambda _, link=link: link)
+        torch.save(STATE, path)
+        assert ftrun.load(path)["step"] == (7 if number == 1 else 1)
+    os.close(fd)

@@ -170,9 +170,21 @@ def test_a_late_commit_is_a_timeout_with_the_reason_of_this_rank() -> None:
 
 
 def test_without_a_snapshot_there_is_nothing_to_wait_for() -> None:
-    _, wait = made()
+    context = context_of(launch_request())
+    wait = LevelWait(context, CommitWait(context.commands, 0, None), lambda: None)
     with pytest.raises(SnapshotError, match="this rank has taken no snapshot yet"):
         wait.until("sealed", None, 0.0)
+
+
+def test_a_copy_in_progress_counts_towards_the_limit_of_a_wait() -> None:
+    context, wait = made()
+    context.page.set(HeartbeatField.FIRST_STEP_NS, 1)
+    copied = threading.Event()
+    with pytest.raises(SnapshotWaitTimeout, match=r"not sealed after 0\.02 s: .* still copied"):
+        wait.until("sealed", None, 0.02, copied.wait)
+    assert context.page.get(HeartbeatField.HEARTBEAT_NS)
+    copied.set()
+    assert wait.until("sealed", None, 0.0, copied.wait)
 
 
 def test_an_unknown_level_is_refused_with_the_known_ones() -> None:
