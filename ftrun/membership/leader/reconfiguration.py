@@ -274,7 +274,8 @@ class BoundaryReconfiguration:
             limit_s = limit_s if is_slow else FAULT_LIMIT_S
         else:
             # The spare is lost. The ranks wait at the boundary, so they are restarted here.
-            reason, self._out = f"no spare is left to replace {out.nodes[-1]}", None
+            reason = self._requested = f"no spare is left to replace {out.nodes[-1]}"
+            self._out = None
         committed = monitor.orders.committed
         # A single node stops at its own boundary, which may be later.
         is_safe = committed is not None and committed >= (plan.generation, self._boundary)

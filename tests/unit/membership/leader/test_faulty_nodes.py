@@ -81,6 +81,22 @@ def test_a_node_with_a_hardware_fault_leaves_at_a_boundary() -> None:
     assert leader.monitor.excluded(now_s=later_s) == set()
 
 
+def test_a_spare_that_is_lost_before_the_boundary_replaces_no_faulty_node() -> None:
+    made = started("abcd", cluster_size=ClusterSize(3, 3, 1))
+    hold(made, 5, "abc")
+    works_with_fault(made, 6)
+    made.passes(1.0)
+    assert made["a"].reported(RequestFinalSnapshot)
+    made.kill("d")
+    made.passes(4.0)
+    at = at_boundary(made, "abc", "")
+    works_with_fault(made, at[1], at_boundary=True, ready=at)
+    made.passes(1.0)
+    assert set(made.running()) == set("abc")
+    assert "no spare is left to replace" in made.plan("a").reason, made.plan("a").reason
+    assert made.plan("a").restore == at
+
+
 def test_a_node_with_a_fault_that_reaches_no_boundary_is_replaced_nevertheless() -> None:
     made = with_spares()
     hold(made, 5, "abc")
