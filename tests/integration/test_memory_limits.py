@@ -301,9 +301,9 @@ def test_a_node_that_takes_long_for_its_arenas_is_waited_for(
     waits_s: list[float] = []
     ask = memory_link.Channel.ask
 
-    def note(self: memory_link.Channel, body: Any, *, deadline_s: float) -> Any:
+    def note(self: memory_link.Channel, body: Any, *, deadline_s: float, **how: Any) -> Any:
         waits_s.append(deadline_s)
-        return ask(self, body, deadline_s=deadline_s)
+        return ask(self, body, deadline_s=deadline_s, **how)
 
     monkeypatch.setattr(memory_link.Channel, "ask", note)
     monkeypatch.setattr(memory_link, "_SLOWEST_BYTES_S", 1000.0)
