@@ -9,6 +9,7 @@ import secrets
 import signal
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import drill_faults
 import pytest
@@ -82,6 +83,13 @@ def secret_file(folder: Path, name: str) -> Path:
     return path
 
 
+def undisturbed_end(undisturbed: BaselineRuns, kind: str, ranks: int) -> tuple[Any, Any]:
+    """The names of the ranks' notes, and their outcome without a fault."""
+    names = tuple(f"rank{rank}.jsonl" for rank in range(ranks))
+    job = DrillJob(kind, tuple(job_argv(kind, Path("FOLDER"))), names, STEPS)
+    return names, undisturbed.of(job, ranks)
+
+
 @pytest.mark.parametrize(("name", "kind"), ALWAYS)
 def test_fault_changes_no_byte(
     name: str,
@@ -110,10 +118,7 @@ def test_clocks_that_differ_by_hours_change_nothing(
     nodes: Start, tmp_path: Path, undisturbed: BaselineRuns
 ) -> None:
     """A node of two members is lost and replaced; all monotonic clocks are hours apart."""
-    names = tuple(f"rank{rank}.jsonl" for rank in range(2))
-    expected = undisturbed.of(
-        DrillJob("ddp", tuple(job_argv("ddp", Path("FOLDER"))), names, STEPS), 2
-    )
+    names, expected = undisturbed_end(undisturbed, "ddp", 2)
     run = nodes(2, others=1, spares=1, clock_step_s=CLOCK_STEP_S)
     run.start_all()
     run.wait_for_step(STEPS // 4)
@@ -132,10 +137,7 @@ def test_clocks_that_differ_by_hours_change_nothing(
 def test_a_lost_node_is_restored_from_its_peers_although_no_storage_can_be_read(
     nodes: Start, tmp_path: Path, undisturbed: BaselineRuns
 ) -> None:
-    names = tuple(f"rank{rank}.jsonl" for rank in range(2))
-    expected = undisturbed.of(
-        DrillJob("fsdp2", tuple(job_argv("fsdp2", Path("FOLDER"))), names, STEPS), 2
-    )
+    names, expected = undisturbed_end(undisturbed, "fsdp2", 2)
     saved, away = tmp_path / "saved", tmp_path / "away"
     flags = ("--erasure", "1+1", "--checkpoint-dir", saved, "--checkpoint-every", 0.3)
     run = nodes(2, *flags, others=1, spares=1, words=job_argv("fsdp2", tmp_path))

@@ -50,6 +50,7 @@ from ftrun.wire.shared_memory.arena import (
     verify,
 )
 from tests.integration.conftest import in_full
+from tests.integration.test_shared_load import noise
 
 SHARED, OWN = 1_500_000, 70_000
 """Numbers of four bytes: 6 MB that are equal on all ranks, and 0.28 MB of each rank's own."""
@@ -62,14 +63,6 @@ def layout_of(rank: int) -> Layout:
         LayoutEntry("own", "F32", (OWN,), CopyTiming.LAZY),
     ]
     return make_layout(entries, plain_bytes=10, metadata={"ftrun.rank": str(rank)})
-
-
-def noise(seed: str, num_bytes: int) -> bytes:
-    """Bytes of which no two pieces are equal."""
-    made = b"".join(
-        xxhash.xxh3_128_digest(f"{seed} {at}".encode()) * 256 for at in range(num_bytes // 4096 + 1)
-    )
-    return made[:num_bytes]
 
 
 def image_of(rank: int, step: int) -> bytes:
