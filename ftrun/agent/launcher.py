@@ -31,6 +31,7 @@ from ftrun.agent.launch.worker_group import WorkerGroup
 from ftrun.agent.launch.zygote_client import ZygoteClient
 from ftrun.agent.loop import RunLoop, RunSignals
 from ftrun.agent.maintenance import Maintenance
+from ftrun.agent.notices.watcher import NoticeWatcher
 from ftrun.agent.observe.device_memory import DeviceMemory, used_by_nvml
 from ftrun.agent.observe.node_check import NodeCheck
 from ftrun.agent.observe.ranks import RankObserver
@@ -160,13 +161,14 @@ def launch(
     run.publish_status()
     faults = FaultController(run) if spec.allow_faults else None
     if run.rpc is not None:
-        run.rpc.faults = faults
+        run.rpc.faults, run.rpc.leave = faults, run.signals.ask_leave
     loop = RunLoop(run, faults)
     server = ControlServer(run, faults)
     server.start()
     if spec.profile.monitor.enabled:
         run.rank_observer.start()
     run.observers.start()
+    run.notices.start()
     if one_oom_ends_all():
         _log.warning(
             "memory.oom.group is 1: if one rank is out of memory, all processes of this node end"
@@ -188,6 +190,7 @@ def launch(
         if faults is not None:
             faults.close()
         run.rank_observer.close()
+        run.notices.close()
         run.observers.close()
         preflight.close()
         leads = run.control_loop.leads and not loop.executor.has_left
@@ -221,6 +224,7 @@ class Run:
             self.workers.unused_fds, spec.profile.hang, logs / DUMPS, self.workers.written_errors
         )
         self.signals = RunSignals(spec, journal=self.journal, workers=self.workers)
+        self.notices = NoticeWatcher(spec.profile.notices, self.journal, self.signals.ask_leave)
         self.device_memory = DeviceMemory(used_by_nvml(), limit_s=spec.profile.start.device_wait_s)
         self.maintenance = Maintenance(self)
         self.observers = Observers(self)

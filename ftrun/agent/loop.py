@@ -10,9 +10,11 @@ commands, which `executor.py` executes.
 
 Rule 1: signal handlers only append; the loop handles.
 Rule 2: on several nodes SIGTERM may be for this node alone. The leader decides whether this node
-        drains or the run stops. Everything else, and a second SIGTERM, is for the run.
+        drains or the run stops. Everything else, and a second SIGTERM, is for the run. A notice is
+        for this node alone, and the machine that it names sends the first SIGTERM when it ends.
 """
 
+import logging
 import select
 import signal
 import socket
@@ -35,6 +37,8 @@ from ftrun.records.run import LeaveRequested, SignalForwarded
 
 if TYPE_CHECKING:
     from ftrun.agent.launcher import Run
+
+_log = logging.getLogger(__name__)
 
 TICK_S = 0.25
 EAGER_TICK_S = 0.005
@@ -59,7 +63,9 @@ class RunSignals:
         self._spec = spec
         self._journal = journal
         self._workers = workers
-        self._asked: SimpleQueue[str] = SimpleQueue()
+        self._asked: SimpleQueue[tuple[str, bool]] = SimpleQueue()
+        """Who asks, and whether only this node shall leave."""
+        self._had_sigterm = False
         self._signals: list[tuple[int, float]] = []
         """With the times of their arrival, because the main thread may be busy for minutes."""
         self._last, self._last_s = 0, 0.0
@@ -74,7 +80,12 @@ class RunSignals:
             self._wake_write.send(b"\0")
 
     def ask_stop(self, by: str) -> None:
-        self._asked.put(by)
+        self._asked.put((by, False))
+        self.wake()
+
+    def ask_leave(self, by: str) -> None:
+        """Have this node leave the run; a run on one node stops."""
+        self._asked.put((by, True))
         self.wake()
 
     # --- main thread --------------------------------------------------------------------------
@@ -108,7 +119,11 @@ class RunSignals:
             self._on_signal(*self._signals.pop(0))
         with suppress(Empty):
             while True:
-                self._stop_asked(signal.SIGTERM, self._asked.get_nowait())
+                by, leaves = self._asked.get_nowait()
+                if not leaves or self._spec.nodes is None:
+                    self._stop_asked(signal.SIGTERM, by)
+                elif not self.leaves:
+                    self._leave(by)
 
     def _note(self, number: int, _frame: object) -> None:
         self._signals.append((number, clock.now_s()))
@@ -122,11 +137,18 @@ class RunSignals:
         if self._is_for_ranks(number):
             self._journal.write(SignalForwarded(name))
             self._workers.signal(number)
-        elif number == signal.SIGTERM and self._spec.nodes is not None and not self.leaves:
-            self.leaves = True
-            self._journal.write(LeaveRequested(f"{name} to ftrun"))
+        elif number == signal.SIGTERM and self._spec.nodes is not None and not self._had_sigterm:
+            # Also the end of a machine that a notice has named: it says nothing about the run.
+            self._had_sigterm = True
+            if not self.leaves:
+                self._leave(f"{name} to ftrun")
         else:
             self._stop_asked(number, f"{name} to ftrun")
+
+    def _leave(self, by: str) -> None:
+        self.leaves = True
+        self._journal.write(LeaveRequested(by))
+        _log.warning("this node leaves the run: %s", by)
 
     def _is_for_ranks(self, number: int) -> bool:
         name, forward = signal_name(number), self._spec.profile.stop.forward_signals

@@ -37,6 +37,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
     "status": ("cli.commands.status", "Show the state of a run."),
     "logs": ("tools.logs.command", "Show the output of the ranks, if it goes to files."),
     "stop": ("cli.commands.stop", "Stop a run, or free the memory that a lost run still holds."),
+    "drain": ("cli.commands.drain", "Replace a node by a spare, or all nodes in turn."),
     "readmit": ("cli.commands.readmit", "Let an excluded node of a run run ranks again."),
     "preflight": ("cli.commands.preflight", "Check whether this machine is fit to run ranks."),
     "report": ("tools.report.command", "Write a run, or one incident of it, as one HTML file."),

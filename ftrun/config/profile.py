@@ -8,6 +8,9 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct, field
 
+_NOTICE_SOURCE = (
+    r"^((aws|aws-rebalance|google|azure)(:https?://.+)?|kubernetes|slurm(:.+)?|(file|command):.+)$"
+)
 FORWARDED_NAMES = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2")
 
 
@@ -300,6 +303,19 @@ class HooksConfig(_Section, frozen=True, kw_only=True):
         wanted="an address that begins with http:// or https://")] = None
 
 
+class NoticesConfig(_Section, frozen=True, kw_only=True):
+    """Notices that this node will be taken away; its place is taken before."""
+
+    sources: Annotated[list[Annotated[str, _meta(
+        "a source", pattern=_NOTICE_SOURCE,
+        wanted="aws, aws-rebalance, google or azure (also with :URL of the metadata server), "
+        "kubernetes, slurm, file:PATH or command:COMMAND")]], _meta(
+        "what is asked: aws, aws-rebalance, google, azure, kubernetes, slurm, file:PATH (it "
+        "exists), command:COMMAND (it prints a line)")] = field(default_factory=list)
+    every_s: Annotated[float, _meta(
+        "time between two questions to a source", ge=0.1, le=3600)] = 5.0
+
+
 # fmt: on
 class Profile(_Section, frozen=True, kw_only=True):
     """All settings that a profile may contain."""
@@ -321,6 +337,7 @@ class Profile(_Section, frozen=True, kw_only=True):
     security: SecurityConfig = SecurityConfig()
     metrics: MetricsConfig = MetricsConfig()
     hooks: HooksConfig = HooksConfig()
+    notices: NoticesConfig = NoticesConfig()
 
 
 RENAMED_KEYS = {

@@ -37,8 +37,15 @@ class InternalErrorRecord(Note, frozen=True, tag="internal_error"):
     """A bug of ftrun, with its traceback if it ends the agent."""
 
 
+class NoticeSourceFailed(Record, frozen=True, tag="notice_source_failed"):
+    """A source of notices does not answer; it is asked again."""
+
+    source: str
+    reason: str
+
+
 class LeaveRequested(Record, frozen=True, tag="leave_requested"):
-    """A signal asks this node to leave."""
+    """A signal, a notice or an operator asks this node to leave."""
 
     by: str
 

@@ -6,6 +6,7 @@ thread, the rest in the main thread. If the leader does not answer, the node's o
 
 import threading
 from collections import deque
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -24,6 +25,7 @@ from ftrun.wire.cluster.messages import (
     AnyClusterMessage,
     ClusterStatusReply,
     ClusterStatusRequest,
+    DrainNode,
     JournalLines,
     ProbeLinkRequest,
     ReadmitNode,
@@ -47,6 +49,8 @@ class ClusterRpc:
         self.thread: ClusterConnections | None = None
         self.faults: FaultController | None = None
         """Takes orders for faults; None: this node takes none."""
+        self.leave: Callable[[str], None] | None = None
+        """Has this node leave the run; the text says who asks."""
         self.prober: LinkProber | None = None
         self.control_loop = Published(
             partial(control_loop_status, control_loop, is_alone=False),
@@ -77,6 +81,8 @@ class ClusterRpc:
                 with self._answered:
                     self._answer = (message.number, message.document)
                     self._answered.notify_all()
+            case DrainNode():
+                self._drain(message)
             case JournalLines():
                 self._lines.extend(message.lines)
             case ForwardFault() | ForwardFaultReply() if self.faults is not None:
@@ -88,6 +94,14 @@ class ClusterRpc:
                 self.prober.take(message, answer)
             case _:
                 pass
+
+    def _drain(self, body: DrainNode) -> None:
+        """Execute an order for this node; as the leader, pass on one for another node."""
+        if body.node_id == self._control_loop.member.me.node_id:
+            if self.leave is not None:
+                self.leave(body.by)
+        elif self.thread is not None and self._control_loop.leads:
+            self.thread.send(body.node_id, body)
 
     def _wake(self) -> None:
         if self.thread is not None:
@@ -115,6 +129,14 @@ class ClusterRpc:
         last, body = self.control_loop.read().value, ReadmitNode(node_id)
         if self.thread is not None and last.leads:
             self.thread.post(MessageReceived(self._control_loop.member.me.node_id, body))
+        elif self.thread is not None:
+            self.thread.send(last.leader_id, body)
+
+    def drain(self, node_id: str, by: str) -> None:
+        """Request from a node, through the leader, that it leaves the run."""
+        last, body = self.control_loop.read().value, DrainNode(node_id, by)
+        if node_id == self._control_loop.member.me.node_id or last.leads:
+            self._drain(body)
         elif self.thread is not None:
             self.thread.send(last.leader_id, body)
 

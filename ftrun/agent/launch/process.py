@@ -22,6 +22,9 @@ from ftrun.process_tree import state_of
 MAX_REAPED = 1000
 """Maximum number of orphans reaped by one call, so that the loop continues if many end at once."""
 
+MAX_OUTPUT_BYTES = 4096
+"""Of a program that `run_bounded` runs; the start of a longer output is dropped."""
+
 awaited: set[int] = set()
 """Pids of programs for whose end another thread waits, such as hooks."""
 
@@ -118,6 +121,64 @@ def spawn(
     # ChildProcess reads the status. A Popen that is collected without one warns and keeps the pid.
     started.returncode = 0
     return ChildProcess(started.pid, name, leads_group=new_session)
+
+
+def run_bounded(
+    argv: Sequence[str],
+    *,
+    limit_s: float,
+    variables: Mapping[str, str] | None = None,
+    stdin: bytes = b"",
+    cwd: str | None = None,
+) -> tuple[str, str]:
+    """Run a program to its end, in another thread than the main one, which reaps children.
+
+    Its output goes to a file, not to a pipe: a background process that keeps a pipe open could
+    block the thread longer than the program runs.
+
+    Returns:
+        Why it failed, empty if it did not; and the last `MAX_OUTPUT_BYTES` of its output.
+
+    Raises:
+        OSError: it cannot be started.
+    """
+    source, output = os.memfd_create("ftrun-program-in"), os.memfd_create("ftrun-program-out")
+    try:
+        os.write(source, stdin)
+        os.lseek(source, 0, os.SEEK_SET)
+        started = subprocess.Popen(
+            list(argv),
+            stdin=source,
+            stdout=output,
+            stderr=output,
+            cwd=cwd,
+            env=None if variables is None else dict(variables),
+            start_new_session=True,
+        )
+        reason = _await_program(started, limit_s)
+        size = os.fstat(output).st_size
+        printed = os.pread(output, MAX_OUTPUT_BYTES, max(0, size - MAX_OUTPUT_BYTES))
+        return reason, printed.decode("utf-8", "replace").strip()
+    finally:
+        os.close(source)
+        os.close(output)
+
+
+def _await_program(started: "subprocess.Popen[bytes]", limit_s: float) -> str:
+    awaited.add(started.pid)
+    started.returncode = 0  # `ChildProcess` reads the exit status, see `spawn`
+    try:
+        child = ChildProcess(started.pid, "program", leads_group=True)
+        if not child.wait(limit_s):
+            child.signal_group(signal.SIGKILL)
+            child.wait(1.0)
+            return f"it was killed after {limit_s:g} s"
+    finally:
+        awaited.discard(started.pid)
+    code = child.ended_with
+    if code == 0:
+        return ""
+    return f"it ended with {code}" if code > 0 else f"it was killed by signal {-code}"
 
 
 def python_command(module: str, *arguments: str) -> list[str]:

@@ -17,6 +17,7 @@ from ftrun.errors import FtrunError, PeerError
 from ftrun.wire.messages import envelope as messages
 from ftrun.wire.messages import faults as fault_messages
 from ftrun.wire.messages.faults import FaultOrder
+from ftrun.wire.messages.status import ClusterStatus, drain_refusal
 from ftrun.wire.transport.channel import Channel, accept, listen
 
 if TYPE_CHECKING:
@@ -119,18 +120,24 @@ class ControlServer:
         is_other = bool(last.leader_id) and not last.leads
         return f"node {last.leader_id} ({last.leader_host})" if is_other else ""
 
-    def _readmit(self, node_id: str) -> messages.AnyMessage:
+    def _cluster(self, task: str) -> ClusterStatus | messages.Refused:
+        """The run as the leader sees it, for an order about another node."""
         if leader := self._only_leader():
             return messages.Refused(
-                "this run is UNAUTHENTICATED, so only the node of the leader readmits nodes: "
-                f"{leader}"
+                f"this run is UNAUTHENTICATED, so only the node of the leader {task}: {leader}"
             )
         rpc = self._run.rpc
         cluster = rpc.whole() if rpc is not None else None
-        if rpc is None or cluster is None:
-            return messages.Refused("this run has one node, which is never excluded")
+        if cluster is None:
+            return messages.Refused("this run has one node. To end it: ftrun stop")
         if not cluster.nodes:
             return messages.Refused(f"no leader has answered: {cluster.note or cluster.summary}")
+        return cluster
+
+    def _readmit(self, node_id: str) -> messages.AnyMessage:
+        cluster, rpc = self._cluster("readmits nodes"), self._run.rpc
+        if isinstance(cluster, messages.Refused) or rpc is None:
+            return cluster
         found = next((one for one in cluster.exclusions if one.node_id == node_id), None)
         if found is None:
             names = ", ".join(one.node_id for one in cluster.exclusions)
@@ -141,6 +148,15 @@ class ControlServer:
                 "on it again"
             )
         rpc.readmit(node_id)
+        return messages.Done()
+
+    def _drain(self, node_id: str) -> messages.AnyMessage:
+        cluster, rpc = self._cluster("drains nodes"), self._run.rpc
+        if isinstance(cluster, messages.Refused) or rpc is None:
+            return cluster
+        if reason := drain_refusal(cluster, node_id):
+            return messages.Refused(reason)
+        rpc.drain(node_id, "ftrun drain")
         return messages.Done()
 
     def _inject(self, channel: Channel, order: FaultOrder, question: int) -> None:
@@ -171,6 +187,8 @@ class ControlServer:
                         channel.send(self._stop(), question=number)
                     case messages.ReadmitRequest(node_id=node_id):
                         channel.send(self._readmit(node_id), question=number)
+                    case messages.DrainRequest(node_id=node_id):
+                        channel.send(self._drain(node_id), question=number)
                     case fault_messages.InjectFault(order=order):
                         self._inject(channel, order, number)
                     case messages.Hello():

@@ -14,8 +14,6 @@ import http.client
 import json
 import logging
 import os
-import signal
-import subprocess
 import threading
 import urllib.error
 import urllib.parse
@@ -28,7 +26,7 @@ from typing import Any, NoReturn
 import msgspec
 
 from ftrun import clock
-from ftrun.agent.launch.process import ChildProcess, awaited
+from ftrun.agent.launch.process import run_bounded
 from ftrun.config.profile import HooksConfig
 from ftrun.events import Record
 from ftrun.journal import Journal
@@ -40,7 +38,6 @@ WEBHOOK_S = 10.0
 MAX_WAITING = 16
 MAX_TEXT = 4096
 """Maximum characters of one variable."""
-MAX_OUTPUT_BYTES = 2048
 END_S = 10.0
 """Longest delay of the end of a run for hooks in progress."""
 
@@ -154,48 +151,11 @@ def run_command(
 ) -> str:
     """Run the operator's command; return the reason of a failure, or an empty string."""
     body = json.dumps(fields, default=str).encode()
-    # Files, not pipes: a background process that keeps a pipe open could block this thread longer
-    # than the command runs.
-    stdin, output = os.memfd_create("ftrun-hook-in"), os.memfd_create("ftrun-hook-out")
-    try:
-        os.write(stdin, body)
-        os.lseek(stdin, 0, os.SEEK_SET)
-        started = subprocess.Popen(
-            ["/bin/sh", "-c", command],
-            stdin=stdin,
-            stdout=output,
-            stderr=output,
-            cwd=cwd,
-            env={**os.environ, **variables_of(fields)},
-            start_new_session=True,
-        )
-        reason = _wait(started, limit_s)
-        if not reason:
-            return ""
-        size = os.fstat(output).st_size
-        printed = os.pread(output, MAX_OUTPUT_BYTES, max(0, size - MAX_OUTPUT_BYTES))
-        words = printed.decode("utf-8", "replace").strip()
-        return f"{reason}: {words}" if words else reason
-    finally:
-        os.close(stdin)
-        os.close(output)
-
-
-def _wait(started: "subprocess.Popen[bytes]", limit_s: float) -> str:
-    awaited.add(started.pid)
-    started.returncode = 0  # `ChildProcess` reads the exit status, see `process.spawn`
-    try:
-        child = ChildProcess(started.pid, "hook", leads_group=True)
-        if not child.wait(limit_s):
-            child.signal_group(signal.SIGKILL)
-            child.wait(1.0)
-            return f"it was killed after {limit_s:g} s"
-    finally:
-        awaited.discard(started.pid)
-    code = child.ended_with
-    if code == 0:
-        return ""
-    return f"it ended with {code}" if code > 0 else f"it was killed by signal {-code}"
+    variables = {**os.environ, **variables_of(fields)}
+    reason, printed = run_bounded(
+        ["/bin/sh", "-c", command], limit_s=limit_s, variables=variables, stdin=body, cwd=cwd
+    )
+    return f"{reason}: {printed}" if reason and printed else reason
 
 
 class Webhook:

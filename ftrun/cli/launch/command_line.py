@@ -61,6 +61,9 @@ OWN_FLAGS: tuple[CliFlag, ...] = (
             "off|report|on", group=_NODES, key="network.plan"),
     CliFlag("topology", "which nodes share a switch: YAML or topology.conf", "FILE", group=_NODES,
             key="network.topology"),
+    CliFlag("notices", "drain this node at a notice of aws, google, azure, kubernetes, slurm, "
+            "file:PATH or command:COMMAND", "SOURCE", group=_NODES, key="notices.sources",
+            is_repeatable=True),
     CliFlag("pause-timeout", "longest wait with too few nodes (default 900)", "SECONDS",
             group=_NODES, key="nodes.pause_timeout_s"),
     CliFlag("start", "ranks forked from a process that has torch, or new processes",

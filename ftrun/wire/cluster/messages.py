@@ -33,6 +33,13 @@ class ReadmitNode(Message, frozen=True, tag="ReadmitNode"):
     node_id: str
 
 
+class DrainNode(Message, frozen=True, tag="DrainNode"):
+    """Member -> leader -> that node, for an operator: leave the run. No reply."""
+
+    node_id: str
+    by: str
+
+
 class ProbeLinkRequest(Message, frozen=True, tag="ProbeLinkRequest"):
     """Leader -> member: measure the link to that node. Reply: ProbeLinkResult."""
 
@@ -87,7 +94,7 @@ PathReport = ProbeLinkResult | ProbePathResult | RailUnresponsive
 AnyClusterMessage = (
     MembershipMessage | JournalLines | ClusterStatusRequest | ClusterStatusReply | ForwardFault
     | ForwardFaultReply | ProbeLinkRequest | ProbeLinkResult | ProbePathRequest | ProbePathResult
-    | RailUnresponsive | ReadmitNode
+    | RailUnresponsive | ReadmitNode | DrainNode
 )  # fmt: skip
 
 

@@ -61,8 +61,15 @@ class ReadmitRequest(Message, frozen=True, tag="ReadmitRequest"):
     node_id: str
 
 
+class DrainRequest(Message, frozen=True, tag="DrainRequest"):
+    """Cli -> agent: have a node leave the run. Reply: Done, when it is asked to."""
+
+    node_id: str
+
+
 AnyMessage = (
     Hello | Done | Refused | StatusRequest | StatusReply | StopRequest | ReadmitRequest
+    | DrainRequest
     | InjectFault | FaultAccepted | CheckpointMessage | FileMessage | SmpMessage | WorkerMessage
 )  # fmt: skip
 

@@ -272,6 +272,25 @@ class ClusterStatus(msgspec.Struct, frozen=True):
         return bool(self.tolerated_losses) and not self.unprotected_reason
 
 
+def drain_refusal(cluster: ClusterStatus, node_id: str) -> str:
+    """Why an operator cannot drain this node without a loss; empty: it can be drained."""
+    nodes = {node.node_id: node for node in cluster.nodes if node.role not in ("lost", "left")}
+    if node_id not in nodes:
+        return f"there is no node {node_id} in the run; there are {', '.join(sorted(nodes))}"
+    if nodes[node_id].role != "member":
+        return ""
+    excluded = {one.node_id for one in cluster.exclusions} | cluster.unfit.keys()
+    spares = [one.node_id for one in nodes.values() if one.role == "spare"]
+    if not spares:
+        return f"no spare is free to take the ranks of {node_id}. Start ftrun on another node first"
+    if all(spare in excluded for spare in spares):
+        return (
+            f"no spare may take the ranks of {node_id}: {', '.join(spares)} is excluded or unfit. "
+            "See ftrun status"
+        )
+    return ""
+
+
 class StatusView(msgspec.Struct, frozen=True):
     """The status of a run, as one node answers it."""
 
