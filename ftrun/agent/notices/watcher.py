@@ -46,8 +46,8 @@ def source_of(text: str) -> NoticeSource:
     if text == "kubernetes":
         return KubernetesNotices()
     raise UsageError(
-        f"notices.sources: {text!r} is no source. There are aws, aws-rebalance, google, azure (also "
-        "with :URL of another metadata server), kubernetes, slurm, file:PATH, command:COMMAND"
+        f"notices.sources: {text!r} is no source. There are aws, aws-rebalance, google, azure, "
+        "each also with :URL of another metadata server, kubernetes, slurm, file:PATH, command:LINE"
     )
 
 
@@ -65,9 +65,7 @@ class NoticeWatcher:
         self._every_s = settings.every_s
         self._journal = journal
         self._leave = leave
-        self._sources = (
-            [source_of(text) for text in settings.sources] if sources is None else sources
-        )
+        self._sources = [*map(source_of, settings.sources), *sources]
         self._is_over = threading.Event()
         self._lock = threading.Lock()
 

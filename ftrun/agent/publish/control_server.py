@@ -135,8 +135,8 @@ class ControlServer:
         return cluster
 
     def _readmit(self, node_id: str) -> messages.AnyMessage:
-        cluster, rpc = self._cluster("readmits nodes"), self._run.rpc
-        if isinstance(cluster, messages.Refused) or rpc is None:
+        cluster = self._cluster("readmits nodes")
+        if isinstance(cluster, messages.Refused):
             return cluster
         found = next((one for one in cluster.exclusions if one.node_id == node_id), None)
         if found is None:
@@ -147,16 +147,18 @@ class ControlServer:
                 f"node {node_id} cannot be readmitted: {found.reason}. Repair it, and start ftrun "
                 "on it again"
             )
-        rpc.readmit(node_id)
+        assert self._run.rpc is not None
+        self._run.rpc.readmit(node_id)
         return messages.Done()
 
     def _drain(self, node_id: str) -> messages.AnyMessage:
-        cluster, rpc = self._cluster("drains nodes"), self._run.rpc
-        if isinstance(cluster, messages.Refused) or rpc is None:
+        cluster = self._cluster("drains nodes")
+        if isinstance(cluster, messages.Refused):
             return cluster
         if reason := drain_refusal(cluster, node_id):
             return messages.Refused(reason)
-        rpc.drain(node_id, "ftrun drain")
+        assert self._run.rpc is not None
+        self._run.rpc.drain(node_id, "ftrun drain")
         return messages.Done()
 
     def _inject(self, channel: Channel, order: FaultOrder, question: int) -> None:
