@@ -30,11 +30,11 @@ from ftrun.membership.fencing import SelfFencing
 from ftrun.membership.gathering import InitialQuorum, JoinTimeout
 from ftrun.membership.voter import Voter
 from ftrun.membership.witness import WitnessView
-from ftrun.records.membership import LeaderLost
+from ftrun.records.membership import LeaderLost, SteppedDown
 from ftrun.recovery.commands import Command, Connect, JournalEntry, Send, WitnessOperation
 from ftrun.recovery.incidents import IncidentLog
 from ftrun.wire.cluster.generation import GenerationPlan, NodeCard
-from ftrun.wire.cluster.membership import Heartbeat, Join, JoinPending
+from ftrun.wire.cluster.membership import Heartbeat, Join, JoinPending, LeaderResigned
 
 ASKED_AT_ONCE = 8
 """Number of agents that a restarted agent asks for the leader."""
@@ -197,6 +197,14 @@ class LeaderDiscovery:
             self._since_s = now_s
         return self._dial_node(card)
 
+    def resign(self, body: LeaderResigned, *, now_s: float) -> list[Command]:
+        """Follow the successor that this leader has named, which learns of it last."""
+        last = body.successor.node_id
+        others = sorted(self._links.keys() - {self._me.node_id}, key=lambda one: (one == last, one))
+        found: list[Command] = [JournalEntry(SteppedDown(f"{body.reason}: node {last} leads"))]
+        found += [Send(one, body) for one in others]
+        return found + self.go_to(body.successor, now_s=now_s)
+
     def seek(self, reason: str, *, now_s: float, refused: bool = False) -> list[Command]:
         note = JournalEntry(LeaderLost(f"the leader is lost: {reason}"), announce=True)
         self.role = MemberRole.SEEKING
@@ -269,10 +277,14 @@ class LeaderDiscovery:
 
     # --- time ---------------------------------------------------------------------------------
 
-    def was_paused(self, gap_s: float) -> None:
+    def was_paused(self, gap_s: float) -> list[Command]:
         self._since_s += gap_s
         if self.gatherer is not None:
             self.gatherer.was_paused(gap_s)
+        card = self.leader_card
+        if self.role is not MemberRole.FOLLOWING or card is None or not self._follower.is_member:
+            return []
+        return [Send(card.node_id, self.join(self.waiting.ask()))]
 
     def tick(self, *, now_s: float) -> list[Command]:
         deadline_s = self._settings.times.failure_timeout_s
@@ -345,6 +357,11 @@ class LeaderDiscovery:
         newest = self._follower.newest_plan
         knows = newest.generation if newest is not None else -1
         return Join(self._me, str(self._settings.cluster_size), knows, number)
+
+    def join_if_new(self, node_id: str) -> list[Command]:
+        plan, question = self._follower.plan, self.waiting.question
+        is_known = plan is not None and plan.card(self._me.node_id) == self._me
+        return [Send(node_id, self.join(question))] if question or not is_known else []
 
     def _dial_node(self, card: NodeCard) -> list[Command]:
         if card.node_id in self._links:

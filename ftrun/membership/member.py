@@ -49,7 +49,7 @@ from ftrun.recovery.commands import (
 from ftrun.recovery.generation_monitor import GenerationMonitor
 from ftrun.wire.cluster import membership as messages
 from ftrun.wire.cluster.generation import GenerationPlan, NodeCard
-from ftrun.wire.cluster.membership import Heartbeat, LeaderHeartbeat
+from ftrun.wire.cluster.membership import Heartbeat, LeaderHeartbeat, LeaderOrder
 from ftrun.wire.cluster.messages import (
     AnyClusterMessage,
     ProbeLinkResult,
@@ -172,7 +172,7 @@ class Member:
             if self.leader_card is not None and self.leader_card.incarnation != event.incarnation:
                 reason = f"the agent of {node_id} was restarted"
                 return self.discovery.seek(reason, now_s=now_s)
-            return [Send(node_id, self._heartbeat()), *self._join_if_new(node_id)]
+            return [Send(node_id, self._heartbeat()), *self.discovery.join_if_new(node_id)]
         seeks = self.role in (MemberRole.JOINING, MemberRole.SEEKING)
         return [Send(node_id, self.discovery.join())] if seeks else []
 
@@ -226,8 +226,8 @@ class Member:
                 return self._prepare(sender, body, now_s)
             case messages.Accept():
                 return self._announced(sender, body, now_s)
-            case LeaderHeartbeat():
-                return self._leader_heartbeat(sender, body, now_s)
+            case LeaderHeartbeat() | messages.LeaderResigned():
+                return self._from_leader(sender, body, now_s)
             case ProbePathRequest():
                 return [ProbePath(sender, body)]
             case _:
@@ -297,9 +297,11 @@ class Member:
             return []
         return self.follower.announce(sender, body, proposer)
 
-    def _leader_heartbeat(self, sender: str, body: LeaderHeartbeat, now_s: float) -> list[Command]:
+    def _from_leader(self, sender: str, body: LeaderOrder, now_s: float) -> list[Command]:
         if not self._follows(sender):
             return []
+        if isinstance(body, messages.LeaderResigned):
+            return self._leader_resigned(body, now_s)
         if body.ended and self.leader is not None:
             return []  # it ends after all other nodes have acknowledged the end
         self.discovery.waiting.received_s = now_s
@@ -328,9 +330,8 @@ class Member:
                 accepted = messages.JoinAccepted(self.follower.plan, body.number, self.me)
                 found.append(Send(sender, accepted))
             return found
-        known, follows = self.leader_card, self.role is MemberRole.FOLLOWING
-        must_be_notified = follows and known is not None and known.node_id != sender
-        return [self._leader_info(sender, now_s)] if must_be_notified else []
+        follows = self.role is MemberRole.FOLLOWING and not self._follows(sender)
+        return [self._leader_info(sender, now_s)] if follows else []
 
     def _leader_reported(
         self, sender: str, body: messages.LeaderInfo, now_s: float
@@ -385,6 +386,17 @@ class Member:
         reason = "the leader is lost" if lost else "the agent was restarted"
         return self._leader_from(cards, now_s, reason=reason)
 
+    def _leader_resigned(self, body: messages.LeaderResigned, now_s: float) -> list[Command]:
+        plan = self.follower.plan
+        if self.leader is not None or plan is None or body.generation != plan.generation:
+            return []
+        if body.successor.identity != self.me.identity:
+            return self.discovery.go_to(body.successor, now_s=now_s)
+        found = self._leader_from(plan.voters, now_s, reason=body.reason)
+        assert self.leader is not None
+        self.leader.draining.inherit(body.leaving, now_s=now_s)
+        return found
+
     def _leader_from(self, cards: list[NodeCard], now_s: float, *, reason: str) -> list[Command]:
         follower, succession = self.follower, self.discovery.succession
         leader = Leader(
@@ -399,11 +411,10 @@ class Member:
         self.leader, self._dial_due_s = leader, now_s  # the endpoint may begin another run
         leader.known.numbers, leader.known.has_met = self._leader_numbers, self.discovery.has_met
         self.discovery.hand_over(leader.monitor.incidents, now_s=now_s)
-        lost = set(succession.lost)
+        lost, known_s = set(succession.lost), follower.plan_since_s
         leader.known.begin(cards, self._links, lost, succession.refused, now_s=now_s)
         self.discovery.leader(now_s=now_s)
-        known_s = now_s if follower.plan_since_s is None else follower.plan_since_s
-        return leader.succeed(lost, reason, known_s, now_s=now_s)
+        return leader.succeed(lost, reason, now_s if known_s is None else known_s, now_s=now_s)
 
     # --- time ---------------------------------------------------------------------------------
 
@@ -414,6 +425,9 @@ class Member:
             cards = list(gatherer.cards.values())
             found += self._leader_from(cards, now_s, reason="the run begins")
         found += (self.leader or self.discovery).tick(now_s=now_s)
+        if self.leader is not None and (resignation := self.leader.resignation) is not None:
+            self.leader = None
+            found += self.discovery.resign(resignation, now_s=now_s)
         if now_s >= self._dial_due_s:
             self._dial_due_s = now_s + self._settings.redial_s
             found += self._dial_again()
@@ -448,8 +462,8 @@ class Member:
         if not event.is_urgent:
             return []
         if self.discovery.may_end(heartbeat):
-            is_new = self.follower.newest_plan is None
-            reason = "before the run had started" if is_new else "while no generation was running"
+            has_run = self.follower.newest_plan is not None
+            reason = "while no generation was running" if has_run else "before the run had started"
             return [EndRun(128 + (heartbeat.stop_signal or 15), f"stopped {reason}")]
         if self.leader is not None:
             return [Send(self.me.node_id, self._heartbeat())]
@@ -459,14 +473,9 @@ class Member:
         gap_s = self.discovery.waiting.paused_s(now_s=now_s)
         if not gap_s:
             return []
-        self.discovery.was_paused(gap_s)
         if self.leader is not None:
             self.leader.was_paused(now_s=now_s)
-            return []
-        card = self.leader_card
-        if self.role is not MemberRole.FOLLOWING or card is None or not self.follower.is_member:
-            return []
-        return [Send(card.node_id, self.discovery.join(self.discovery.waiting.ask()))]
+        return self.discovery.was_paused(gap_s)
 
     # --- state and messages -------------------------------------------------------------------
 
@@ -485,12 +494,6 @@ class Member:
         assert self.leader_card is not None
         known, is_led = self.follower.generation, self._has_leader(now_s)
         return Send(node_id, messages.LeaderInfo(self.leader_card, known, is_led))
-
-    def _join_if_new(self, node_id: str) -> list[Command]:
-        plan = self.follower.plan
-        is_known = plan is not None and plan.card(self.me.node_id) == self.me
-        question = self.discovery.waiting.question
-        return [Send(node_id, self.discovery.join(question))] if question or not is_known else []
 
     def _heartbeat(self) -> Heartbeat:
         self._heartbeat_number += 1

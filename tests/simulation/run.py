@@ -384,7 +384,7 @@ class Simulation:
         leader = agent.member.leader if agent is not None else None
         if agent is None or leader is None:
             return False
-        if leader.ending is not None:
+        if leader.shutdown.ending is not None:
             return True
         return leader.pause.given_up(now_s=agent.now_s + _MEETS_WITHIN_S) is not None
 

@@ -22,7 +22,7 @@ from ftrun.process_tree import state_of
 MAX_REAPED = 1000
 """Maximum number of orphans reaped by one call, so that the loop continues if many end at once."""
 
-MAX_OUTPUT_BYTES = 4096
+MAX_OUTPUT_BYTES = 2048
 """Of a program that `run_bounded` runs; the start of a longer output is dropped."""
 
 awaited: set[int] = set()

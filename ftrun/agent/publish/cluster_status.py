@@ -331,7 +331,7 @@ class _LedRun:
     @property
     def state(self) -> str:
         leader = self.leader
-        if leader.ending is not None:
+        if leader.shutdown.ending is not None:
             return "ending"
         if leader.pause.is_on:
             return "paused"
@@ -399,8 +399,8 @@ class _LedRun:
 
     def summary(self, has: Mapping[str, Any], witness: WitnessStatus | None) -> str:
         leader, plan = self.leader, self.plan
-        if leader.ending is not None and plan is None:
-            return f"ending: {leader.ending.reason}"
+        if leader.shutdown.ending is not None and plan is None:
+            return f"ending: {leader.shutdown.ending.reason}"
         if leader.pause.is_on:
             return f"PAUSED: {leader.pause.reason}"
         if (ballot := leader.ballot) is not None or plan is None:

@@ -27,7 +27,11 @@ Rule 6: a draining node may end only after the leader had time to change the vot
         voter misses heartbeats: that voter may be lost, and the voters must change again. The vote
         of the draining node may be needed for that. Without it, the run can be left with half of
         its voters.
+Rule 7: a leader that drains proposes no generation, which would end with it. At the boundary it
+        resigns in favour of the first voter that stays, so the ranks are restarted once.
 """
+
+from collections.abc import Collection
 
 import msgspec
 
@@ -38,7 +42,7 @@ from ftrun.records.membership import NodesDraining
 from ftrun.recovery.commands import JournalEntry, SupervisorCommand
 from ftrun.recovery.generation_monitor import GenerationMonitor
 from ftrun.wire.cluster.generation import GenerationPlan, Identity, NodeCard
-from ftrun.wire.cluster.membership import Heartbeat, LeaderHeartbeat
+from ftrun.wire.cluster.membership import Heartbeat, LeaderHeartbeat, LeaderResigned
 
 NOTICE_S = 2.0
 """Seconds without another notice. Schedulers signal all nodes of a job within less: `scancel` does
@@ -79,6 +83,29 @@ class NodeDraining:
 
     def reset(self) -> None:
         self._safe_s, self._freed = None, frozenset()
+
+    def resignation(self, plan: GenerationPlan, me: NodeCard, reason: str) -> LeaderResigned | None:
+        """Rule 7: the order of a leader that drains; None: it does not, or no voter can follow it.
+
+        A witness promises no other proposer before the end of this leader's lease.
+        """
+        if me.identity not in self._leaving or self._peers.witness.is_used:
+            return None
+        for card in plan.voters:
+            peer = self._peers.get(card.node_id)
+            if peer is None or peer.card.identity != card.identity or peer.is_unresponsive:
+                continue
+            if peer.linked and not peer.lost and card.identity not in self._asked_s:
+                return LeaderResigned(plan.generation, card, reason, sorted(self._leaving))
+        return None
+
+    def inherit(self, leaving: Collection[Identity], *, now_s: float) -> None:
+        """Continues the drains of a leader that has resigned."""
+        self._asked_s |= dict.fromkeys(leaving, now_s - NOTICE_S)
+        self._leaving |= frozenset(leaving)
+        for peer in self._peers:
+            peer.is_leaving |= peer.card.identity in self._leaving
+        self._update_monitor()
 
     def note(self, card: NodeCard, heartbeat: Heartbeat, *, now_s: float) -> None:
         """Records that this agent received SIGTERM; each of its heartbeats repeats it."""

@@ -46,6 +46,7 @@ from ftrun.wire.cluster.membership import (
     Heartbeat,
     LeaderHeartbeat,
     LeaderInfo,
+    LeaderResigned,
     PrepareRejected,
     Promise,
 )
@@ -89,9 +90,10 @@ class Leader:
         self.paths = PathMonitor(me.node_id, settings, self.known)
         self._history_of = (-1, 0)
         """The newest configuration whose failure history this leader has taken over, or gives."""
-        self._draining = NodeDraining(settings, self.known, monitor, self._reconfiguration)
+        self.draining = NodeDraining(settings, self.known, monitor, self._reconfiguration)
         self._is_chosen = False
         """A generation of this leader has been chosen."""
+        self.resignation: LeaderResigned | None = None  # its last order, if it drains
         self._lease = LeadershipLease(settings)
         self._unreported: dict[str, str] = {}
         """Lost members not yet reported to the supervisor, with the reasons."""
@@ -102,17 +104,13 @@ class Leader:
         return self._election.ballot
 
     @property
-    def ending(self) -> EndRun | None:
-        return self.shutdown.ending
-
-    @property
     def is_lease_expired(self) -> bool:
         return self._lease.is_on  # another leader may have been chosen
 
     @property
     def is_settled(self) -> bool:
         """Whether it leads a chosen generation and proposes no other."""
-        return self._is_chosen and self.ballot is None and self.ending is None
+        return self._is_chosen and self.ballot is None and self.shutdown.ending is None
 
     # --- connections --------------------------------------------------------------------------
 
@@ -198,7 +196,7 @@ class Leader:
         note = self.monitor.past.record_loss(peer, reason, was_member=was_member, now_s=now_s)
         found: list[Command] = [note]
         self.monitor.note_failure(node_id, now_s=now_s, fault_s=peer.closed_s or peer.received_s)
-        if self.ending is not None:
+        if self.shutdown.ending is not None:
             return found if not peer.refused else []  # it has received the end, and has ended
         if was_member:
             self._unreported[node_id] = reason
@@ -231,7 +229,7 @@ class Leader:
     def propose(self, reason: str, *, now_s: float) -> list[Command]:
         self._changes.reset()
         self._reconfiguration.reset()
-        self._draining.reset()
+        self.draining.reset()
         plan, unsure, void = self.plan, self.unsure, self._reconfiguration.void
         return self._election.begin(reason, plan=plan, unsure=unsure, void=void, now_s=now_s)
 
@@ -277,7 +275,7 @@ class Leader:
 
     def _check(self, now_s: float) -> list[Command]:
         ballot = self.ballot
-        if ballot is None or self.ending is not None:
+        if ballot is None or self.shutdown.ending is not None:
             return []
         match self._election.stage():
             case BallotStage.PROMISED:
@@ -373,7 +371,7 @@ class Leader:
             return []
         if body.state == "ended":
             self.shutdown.has_ended(node_id)
-        self._draining.note(peer.card, body, now_s=now_s)
+        self.draining.note(peer.card, body, now_s=now_s)
         plan = self.plan if self.is_settled else None
         place = position_of(self.me.node_id, self.plan or self.unsure)
         self._election.note_promise(peer, body.promised, plan, place, now_s=now_s)
@@ -390,10 +388,10 @@ class Leader:
 
     def _heartbeat(self, now_s: float) -> LeaderHeartbeat:
         known = self.plan.configuration_id if self.plan is not None else (-1, 0)
-        is_suspended = self.is_lease_expired and self.ending is None
+        is_suspended = self.is_lease_expired and self.shutdown.ending is None
         number = self.known.next_number(now_s=now_s)
         body = self.monitor.heartbeat(known, number, is_suspended=is_suspended)
-        return self._draining.add_drained(self.screening.ask(body))
+        return self.draining.add_drained(self.screening.ask(body))
 
     def tick(self, *, now_s: float) -> list[Command]:
         found: list[Command] = []
@@ -401,12 +399,12 @@ class Leader:
             self._next_poll_s = now_s + self.settings.times.heartbeat_interval_s / 2
             found += self._poll_files(now_s)
         again_s = self._election.again_s
-        if again_s is not None and now_s >= again_s and self.ending is None:
+        if again_s is not None and now_s >= again_s and self.shutdown.ending is None:
             found += self.propose(self._election.retry_reason, now_s=now_s)
         if self.is_settled:
             found += self._continue(now_s)
         end = self.pause.given_up(now_s=now_s, are_gone=self.known.are_gone)
-        if end is not None and self.ending is None:
+        if end is not None and self.shutdown.ending is None:
             return found + self._give_up(end, now_s)
         return [*found, *self.shutdown.poll(now_s=now_s)]
 
@@ -428,10 +426,10 @@ class Leader:
         return found
 
     def _drain(self, now_s: float) -> list[Command]:
-        if self.is_lease_expired or self.ending is not None:
+        if self.is_lease_expired or self.shutdown.ending is not None:
             return []
         unfit = self.screening.barred(self.monitor.excluded(now_s=now_s))
-        notes, stop = self._draining.poll(self.plan, unfit, is_settled=self.is_settled, now_s=now_s)
+        notes, stop = self.draining.poll(self.plan, unfit, is_settled=self.is_settled, now_s=now_s)
         return [*notes, *(self._decide(stop, now_s) if stop else [])]
 
     def _check_lease(self, now_s: float) -> bool:
@@ -462,12 +460,14 @@ class Leader:
         self._changes.requested = self.paths.requested
         reason = self._changes.poll(self.plan, excluded, now_s=now_s)
         if reason := self.paths.take_urgent_reason() or reason:
-            return found + self._spread(now_s) + self.propose(reason, now_s=now_s)
+            self.resignation = self.draining.resignation(self.plan, self.me, reason)
+            more = [] if self.resignation else self.propose(reason, now_s=now_s)
+            return found + self._spread(now_s) + more
         found += [*self.monitor.probes(now_s=now_s), *self.paths.drain_journal_entries()]
         # Spares that have joined get votes, unless they are about to run ranks.
         is_full = len(self.plan.members) >= self.settings.cluster_size.max_nodes
         if self.monitor.is_steady:
-            grows = not is_full and not self._draining.is_under_way
+            grows = not is_full and not self.draining.is_under_way
             history = self.monitor.history(now_s=now_s)
             found += self._reconfiguration.poll(self.plan, history, grows=grows, now_s=now_s)
         return found + self._spread(now_s)

@@ -92,6 +92,15 @@ class Promise(Message, frozen=True, tag="Promise"):
     life: str = ""  # the run of the generation in `knows`; see `GenerationPlan.life`
 
 
+class LeaderResigned(Message, frozen=True, tag="LeaderResigned"):
+    """Leader -> all nodes, at a boundary: it drains. The successor proposes the next generation."""
+
+    generation: int
+    successor: NodeCard
+    reason: str
+    leaving: list[Identity]  # nodes that drain, this leader among them
+
+
 class PrepareRejected(Message, frozen=True, tag="PrepareRejected"):
     """Voter -> proposer: no promise."""
 
@@ -252,7 +261,8 @@ class LeaderHeartbeat(Message, frozen=True, tag="LeaderHeartbeat"):
     persisted: VersionPair | None = None  # newest version of which a checkpoint is complete
 
 
+LeaderOrder = LeaderHeartbeat | LeaderResigned
 MembershipMessage = (
     Accept | Accepted | Heartbeat | Join | JoinAccepted | JoinPending | JoinRejected
-    | LeaderHeartbeat | LeaderInfo | Prepare | PrepareRejected | Promise
+    | LeaderHeartbeat | LeaderInfo | LeaderResigned | Prepare | PrepareRejected | Promise
 )  # fmt: skip

@@ -106,7 +106,7 @@ def test_a_run_that_stops_or_ends_is_not_running() -> None:
         works(made, 9, one, exits=(exited(rank, ExitKind.FINISHED, 0),), stops=1)
     leader = made["a"].member.leader
     assert leader is not None
-    assert leader.ending is not None
+    assert leader.shutdown.ending is not None
     assert verdict(made).startswith("ending at step 9 on ")
     assert status(made).state == "ending"
 

@@ -661,7 +661,7 @@ def minority_that_gives_up() -> Agents:
     made.passes(22.0)
     assert set(made.running()) == set("cde")
     made["b"].is_frozen = True
-    while made["a"].member.leader is None or made["a"].member.leader.ending is None:
+    while made["a"].member.leader is None or made["a"].member.leader.shutdown.ending is None:
         made.passes(0.25)
     assert made.role("a") is MemberRole.LEADING
     return made

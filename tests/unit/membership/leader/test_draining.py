@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 
+import msgspec
 import pytest
 
 from ftrun.config.cluster import ClusterSize
@@ -18,7 +19,7 @@ from ftrun.recovery.commands import (
     WriteCheckpointPart,
 )
 from ftrun.wire.cluster.generation import VersionPair
-from ftrun.wire.cluster.membership import Heartbeat, LeaderHeartbeat
+from ftrun.wire.cluster.membership import Heartbeat, LeaderHeartbeat, LeaderResigned
 from ftrun.wire.messages.smp import Inventory
 from tests.unit.membership.agents import STEP_S, Agent, Agents
 from tests.unit.membership.leader.test_leader import (
@@ -298,41 +299,73 @@ def test_a_leader_does_not_leave_while_another_voter_may_be_lost() -> None:
     assert [card.node_id for card in made.plan("b").voters] == ["b"]
 
 
-def test_a_leader_that_leaves_is_followed_by_the_next() -> None:
+def test_a_leader_that_leaves_has_the_next_voter_lead_and_the_ranks_are_restarted_once() -> None:
     made = with_spares()
     works(made, 5)
     ask(made, "a")
     made.passes(NOTICE_S + 0.5)
     at = at_boundary(made, "abc", "a")
     made.passes(0.5)
+    assert made.leader() == "b"
     assert made.running() == {"b": 1, "c": 1, "d": 1}
-    protected_again(made, "dbc", at)
+    assert made.plan("b").restore == at
+    assert made.plan("b").reason == "draining a"
+    protected_again(made, "bcd", at)
     assert ends(made, "a") == [(TERMINATED, True)]
     made.kill("a")
     made.passes(5.0)
-    assert made.leader() == "d"
-    assert set(made.running()) == set("bcd")
+    assert made.leader() == "b"
+    assert made.running() == {"b": 1, "c": 1, "d": 1}
     assert ends(made, "bcd") == []
 
 
-def test_a_leader_that_leaves_takes_joining_nodes_in_although_it_has_no_vote() -> None:
-    """After its end they look for the others, and not for the endpoint, where no agent runs."""
+def test_if_the_successor_ends_as_it_is_named_another_node_leads() -> None:
     made = with_spares()
     works(made, 5)
     ask(made, "a")
     made.passes(NOTICE_S + 0.5)
-    at = at_boundary(made, "abc", "a")
+    made["b"].is_frozen = True
+    at_boundary(made, "abc", "a")
     made.passes(0.5)
-    works(made, at[1], "dbc", ready=at)
-    while made.plan("d").card("a") is not None:
-        made.passes(STEP_S)
-    made.start("e")
-    made.passes(2 * STEP_S)
-    assert ends(made, "a") == []
-    assert made.role("e") is MemberRole.FOLLOWING
-    made.kill("a")
-    made.passes(5.0)
-    assert made.leader() == "d"
+    made.kill("b")
+    made.passes(8.0)
+    assert made.leader() in {"a", "c", "d"}
+    assert {"c", "d"} <= made.running().keys()
+
+
+def test_a_leader_that_is_asked_for_a_restart_by_an_old_order_ignores_it() -> None:
+    """The order to succeed counts for its generation only, and from the leader only."""
+    made = with_spares()
+    works(made, 5)
+    resigned = LeaderResigned(7, made["b"].card, "draining a", [("a", 1)])
+    made.happens("b", MessageReceived("a", resigned))
+    made.happens("b", MessageReceived("c", msgspec.structs.replace(resigned, generation=0)))
+    made.passes(1.0)
+    assert made.leader() == "a"
+    assert made.running() == {"a": 0, "b": 0, "c": 0}
+
+
+def test_with_a_witness_a_leader_that_leaves_leads_until_its_end() -> None:
+    """The witness promises no other proposer before the end of the lease."""
+    made = with_spares()
+    works(made, 5)
+    leader = made["a"].member.leader
+    assert leader is not None
+    ask(made, "a")
+    made.passes(NOTICE_S + 0.5)
+    leader.known.witness.is_used = True
+    assert leader.draining.resignation(made.plan("a"), made["a"].card, "draining a") is None
+    leader.known.witness.is_used = False
+    assert leader.draining.resignation(made.plan("a"), made["b"].card, "draining b") is None
+    found = leader.draining.resignation(made.plan("a"), made["a"].card, "draining a")
+    assert found is not None
+    assert (found.successor, found.leaving) == (made["b"].card, [made["a"].card.identity])
+    for peer in leader.known:
+        peer.linked = False
+    assert leader.draining.resignation(made.plan("a"), made["a"].card, "draining a") is None
+    for peer in leader.known:
+        peer.is_unresponsive = True
+    assert leader.draining.resignation(made.plan("a"), made["a"].card, "draining a") is None
 
 
 def test_a_node_that_has_left_and_is_back_is_not_released_again() -> None:
@@ -511,9 +544,9 @@ def test_an_agent_that_is_restarted_while_a_node_leaves_does_not_end_the_run() -
     made.all["b"] = before
     made.start_again("b")
     made["c"].is_frozen = False
-    made.passes(3.0)
+    made.passes(8.0)
     assert ends(made, "abc") == []
-    assert not {"b", "c"}.isdisjoint(made.running())
+    assert made.running(), "a leads again, and drains later"
 
 
 def test_a_second_signal_stops_the_run() -> None:
