@@ -161,14 +161,13 @@ def launch(
     run.publish_status()
     faults = FaultController(run) if spec.allow_faults else None
     if run.rpc is not None:
-        run.rpc.faults, run.rpc.leave = faults, run.signals.ask_leave
+        run.rpc.faults = faults
     loop = RunLoop(run, faults)
     server = ControlServer(run, faults)
     server.start()
     if spec.profile.monitor.enabled:
         run.rank_observer.start()
-    run.observers.start()
-    run.notices.start()
+    run.start()
     if one_oom_ends_all():
         _log.warning(
             "memory.oom.group is 1: if one rank is out of memory, all processes of this node end"
@@ -190,8 +189,7 @@ def launch(
         if faults is not None:
             faults.close()
         run.rank_observer.close()
-        run.notices.close()
-        run.observers.close()
+        run.close()
         preflight.close()
         leads = run.control_loop.leads and not loop.executor.has_left
         node.forget_secret(is_over=is_over and leads)
@@ -216,18 +214,27 @@ class Run:
     def __post_init__(self) -> None:
         spec, logs = self.spec, Path(self.spec.log_folder)
         self.started_s = clock.now_s()
+        self.signals = RunSignals(spec, journal=self.journal, workers=self.workers)
         self.rpc: ClusterRpc | None = None
         if not self.node.is_alone:
             # Each node has its own journal. The merged journal is next to them, on the leader.
             self.rpc = ClusterRpc(self.control_loop, self.journal, logs.parent)
+            self.rpc.leave = self.signals.ask_leave
         self.rank_observer = RankObserver(
             self.workers.unused_fds, spec.profile.hang, logs / DUMPS, self.workers.written_errors
         )
-        self.signals = RunSignals(spec, journal=self.journal, workers=self.workers)
         self.notices = NoticeWatcher(spec.profile.notices, self.journal, self.signals.ask_leave)
         self.device_memory = DeviceMemory(used_by_nvml(), limit_s=spec.profile.start.device_wait_s)
         self.maintenance = Maintenance(self)
         self.observers = Observers(self)
+
+    def start(self) -> None:
+        self.observers.start()
+        self.notices.start()
+
+    def close(self) -> None:
+        self.notices.close()
+        self.observers.close()
 
     def publish_status(self) -> None:
         """Called before a long operation, during which no status is published."""

@@ -64,7 +64,7 @@ class RunSignals:
         self._journal = journal
         self._workers = workers
         self._asked: SimpleQueue[tuple[str, bool]] = SimpleQueue()
-        """Who asks, and whether only this node shall leave."""
+        """Origin of a request, and whether only this node shall leave."""
         self._had_sigterm = False
         self._signals: list[tuple[int, float]] = []
         """With the times of their arrival, because the main thread may be busy for minutes."""

@@ -50,7 +50,7 @@ class ClusterRpc:
         self.faults: FaultController | None = None
         """Takes orders for faults; None: this node takes none."""
         self.leave: Callable[[str], None] | None = None
-        """Has this node leave the run; the text says who asks."""
+        """Has this node leave the run; the text names the origin."""
         self.prober: LinkProber | None = None
         self.control_loop = Published(
             partial(control_loop_status, control_loop, is_alone=False),

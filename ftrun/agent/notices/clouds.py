@@ -119,7 +119,7 @@ class AzureNotices:
     every_s = 1.0
     _ENDING = frozenset({"Preempt", "Terminate", "Reboot", "Redeploy"})
     _FIRST_S = 120.0
-    """The first answer may take so long, while the service is enabled for the VM."""
+    """The first answer takes up to two minutes, while the service is enabled for the VM."""
 
     def __init__(self, base: str = _LINK_LOCAL) -> None:
         self._base = f"{base}/metadata"

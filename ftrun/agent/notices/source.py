@@ -39,7 +39,7 @@ class Notice:
 
 
 class NoticeSource(Protocol):
-    """Says whether this node will be taken away. One thread asks it, again and again."""
+    """Says whether this node will be taken away. One thread asks it, repeatedly."""
 
     name: str
     every_s: float

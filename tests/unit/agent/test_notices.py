@@ -399,7 +399,7 @@ class Failing:
     def poll(self) -> None:
         self.asked += 1
         if self.asked in (1, 2, 4, 5):
-            raise SourceFailed("it is away") if self.asked < 5 else ValueError("odd")
+            raise SourceFailed("no route") if self.asked < 5 else ValueError("odd")
 
 
 def test_the_first_notice_has_the_node_leave_once(tmp_path: Path) -> None:
@@ -421,5 +421,5 @@ def test_a_source_that_fails_is_reported_once_until_it_answers(tmp_path: Path) -
     until(lambda: source.asked > 6)
     watcher.close()
     lines = [one for one in journal(tmp_path) if one["kind"] == "notice_source_failed"]
-    assert [one["reason"] for one in lines] == ["it is away", "it is away"]
+    assert [one["reason"] for one in lines] == ["no route", "no route"]
     assert not left
