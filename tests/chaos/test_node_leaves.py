@@ -1,6 +1,8 @@
 """SIGTERM to one node drains it, to all nodes stops the run; an agent that comes too late ends."""
 
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -8,8 +10,8 @@ from pathlib import Path
 import pytest
 from bench_common import Deadline
 from drill_faults import FAULTS
-from drill_nodes import BaselineRuns, drill, job_argv
-from nodes_run import NodesRun
+from drill_nodes import BaselineRuns, drill, job_argv, steps_lost
+from nodes_run import RUN_ID, NodesRun, environment
 from virtual_cluster import VirtualCluster, available
 
 from ftrun.membership.leader.pausing import GONE_S
@@ -38,6 +40,57 @@ def test_a_leader_that_is_drained_leaves_and_another_one_leads(tmp_path: Path) -
     row = drill(FAULTS["lead-drained"], "fsdp2", tmp_path, BaselineRuns(tmp_path))
     assert row.equal, row.problem
     assert row.steps_lost == 0
+
+
+@pytest.mark.full
+def test_drain_all_replaces_each_node_once_and_costs_no_step(tmp_path: Path) -> None:
+    """Each node that has left is started again, and is the spare for the next one."""
+    with VirtualCluster(3) as cluster:
+        words = job_argv("ddp", tmp_path, steps=2400)
+        run = NodesRun(cluster, tmp_path, words, Deadline(600), members=2, spares=1)
+        drain_all(run)
+
+
+def drain_all(run: NodesRun) -> None:
+    run.start_all()
+    run.wait_for_step(20)
+    run.may_end(0, 1, 2)
+    words = [sys.executable, "-m", "ftrun", "drain", "--all", RUN_ID]
+    with (run.folder / "drain.output").open("wb") as file:
+        draining = run.cluster.run(
+            run.leader(), words, env=environment(), cwd=run.folder, stdout=file, stderr=file
+        )
+    left: list[int] = []
+    while draining.poll() is None:
+        for node in set(run.processes) - set(left):
+            if run.processes[node].poll() is not None:
+                assert run.processes[node].returncode == 143, run.text(node)
+                left.append(node)
+                run.start(node)
+        time.sleep(0.05)
+    output = (run.folder / "drain.output").read_text()
+    assert draining.returncode == 0, output
+    assert "[##] 2/2" in output, output
+    assert len(left) >= 2
+    run.finish()
+    assert steps_lost(run) == 0
+    assert set(run.codes().values()) == {0}
+
+
+@pytest.mark.full
+def test_drain_is_refused_without_a_free_spare(run: NodesRun) -> None:
+    run.start(0)
+    run.start(1)
+    run.wait_for_step(20)
+    words = [sys.executable, "-m", "ftrun", "drain", "node1", RUN_ID]
+    asked = run.cluster.run(
+        run.leader(), words, env=environment(), cwd=run.folder,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    )  # fmt: skip
+    output, _ = asked.communicate(timeout=60)
+    assert asked.returncode
+    assert "no spare is free to take the ranks of node1" in output.decode()
+    run.finish()
 
 
 @pytest.mark.full

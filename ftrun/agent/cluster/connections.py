@@ -49,6 +49,7 @@ from ftrun.wire.cluster.messages import (
     ClusterEnvelope,
     ClusterStatusReply,
     ClusterStatusRequest,
+    DrainNode,
     JournalLines,
     ProbeLinkRequest,
 )
@@ -71,8 +72,8 @@ OtherMessages = Callable[[str, AnyClusterMessage], None]
 """Takes a message that needs no decision, and its sender; in this thread, without waiting."""
 
 _ASIDES = (
-    JournalLines, ClusterStatusRequest, ClusterStatusReply, ForwardFault, ForwardFaultReply,
-    ProbeLinkRequest,
+    DrainNode, JournalLines, ClusterStatusRequest, ClusterStatusReply, ForwardFault,
+    ForwardFaultReply, ProbeLinkRequest,
 )  # fmt: skip
 """Messages that need no decision about the run."""
 

@@ -41,7 +41,7 @@ def served(handle: Handle, tls: ssl.SSLContext | None = None) -> Iterator[str]:
             self.end_headers()
             self.wfile.write(text.encode())
 
-        do_PUT = do_GET
+        do_PUT = do_GET  # noqa: N815 - the name that the server looks up
 
         def log_message(self, *_: object) -> None:
             pass
@@ -153,7 +153,7 @@ def test_google_says_that_the_vm_is_preempted(values: dict[str, str], reason: st
 def test_another_server_at_google_s_address_is_refused() -> None:
     other = Google(preempted="TRUE")
     other.headers = {}
-    with served(other) as place, pytest.raises(SourceFailed, match="no.* by a metadata server"):
+    with served(other) as place, pytest.raises(SourceFailed, match="is not answered by"):
         GoogleNotices(f"http://{place}").poll()
 
 
@@ -250,10 +250,10 @@ def test_kubernetes_is_asked_for_the_own_node_with_the_account_of_the_pod(tmp_pa
         source = kubernetes(place, tmp_path)
         assert source.poll() == Notice("kubernetes", "taint karpenter.sh/disrupted")
         (tmp_path / "token").write_text("old")
-        with pytest.raises(SourceFailed, match="401.*right to get this node"):
+        with pytest.raises(SourceFailed, match="needs the right to get this node"):
             source.poll()
+    (tmp_path / "token").write_text("secret")
     with served(api(500), tls) as place, pytest.raises(SourceFailed, match="answers 500"):
-        (tmp_path / "token").write_text("secret")
         kubernetes(place, tmp_path).poll()
 
 
@@ -273,7 +273,7 @@ def test_a_server_with_another_certificate_gets_no_token(tmp_path: Path) -> None
 
 
 def test_a_pod_without_what_the_source_needs_is_reported(tmp_path: Path) -> None:
-    with pytest.raises(SourceFailed, match="NODE_NAME not set.*downward API"):
+    with pytest.raises(SourceFailed, match="NODE_NAME not set: the pod needs"):
         KubernetesNotices({"KUBERNETES_SERVICE_HOST": "h", "KUBERNETES_SERVICE_PORT": "1"}).poll()
     with pytest.raises(SourceFailed, match="no service account"):
         kubernetes("127.0.0.1:1", tmp_path).poll()
