@@ -2,6 +2,7 @@
 
 import http.server
 import json
+import signal
 import ssl
 import subprocess
 import threading
@@ -9,17 +10,23 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from ftrun.agent.loop import SAME_SIGNAL_S, RunSignals
 from ftrun.agent.notices.clouds import AwsNotices, AzureNotices, GoogleNotices
 from ftrun.agent.notices.cluster import KubernetesNotices, SlurmNotices, leaving
 from ftrun.agent.notices.local import CommandNotices, FileNotices
 from ftrun.agent.notices.source import MAX_BYTES, Notice, SourceFailed, fetch
 from ftrun.agent.notices.watcher import NoticeWatcher, source_of
+from ftrun.config.cluster import NodesSpec
 from ftrun.config.profile import NoticesConfig
+from ftrun.config.run_spec import RunSpec
 from ftrun.errors import UsageError
+from ftrun.events import Progress
+from ftrun.ids import Step
 from ftrun.journal import Journal
 
 Answer = tuple[int, Mapping[str, str], str]
@@ -423,3 +430,26 @@ def test_a_source_that_fails_is_reported_once_until_it_answers(tmp_path: Path) -
     lines = [one for one in journal(tmp_path) if one["kind"] == "notice_source_failed"]
     assert [one["reason"] for one in lines] == ["no route", "no route"]
     assert not left
+
+
+def test_the_first_sigterm_after_a_notice_is_the_end_of_the_machine(tmp_path: Path) -> None:
+    """The second one stops the run, as without a notice."""
+    nodes = NodesSpec(
+        min_nodes=2, max_nodes=2, endpoint_host="127.0.0.1", endpoint_port=29400, node_id="a"
+    )
+    spec = RunSpec(run_id="r", script="s", torchrun_argv=[], log_folder=".", cwd=".", nodes=nodes)
+    workers = SimpleNamespace(progress=lambda: Progress(Step(0), 0, False))
+    signals = RunSignals(spec, journal=Journal(tmp_path), workers=workers)
+    signals.ask_leave("notice of file: a fan")
+    signals.ask_leave("ftrun drain")
+    signals.handle()
+    assert (signals.leaves, signals.stops) == (True, 0)
+    asked = [line["by"] for line in journal(tmp_path) if line["kind"] == "leave_requested"]
+    assert asked == ["notice of file: a fan"]
+    signals._note(signal.SIGTERM, None)
+    signals.handle()
+    assert signals.stops == 0
+    time.sleep(SAME_SIGNAL_S)
+    signals._note(signal.SIGTERM, None)
+    signals.handle()
+    assert signals.stops == 1
