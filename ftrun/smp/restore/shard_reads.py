@@ -178,9 +178,9 @@ def _pieces(
         raise LayoutUnknown(f"pieces of {size} bytes requested; the limit is {MAX_BYTES}")
     fd = _memory(size)
     try:
-        with mmap(fd, size) as mapped, memoryview(mapped) as out:
-            shards.read(wanted, out)
-            crash_point("smp.fetch.pieces_taken")
+        # Not closed here: an error of the read refers to parts of the mapping.
+        shards.read(wanted, memoryview(mmap(fd, size)))
+        crash_point("smp.fetch.pieces_taken")
     except BaseException:
         os.close(fd)
         raise

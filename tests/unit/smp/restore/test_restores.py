@@ -494,6 +494,17 @@ def test_a_second_rank_gets_pieces_from_the_fetch_of_the_first(
     ranks.reads.begin(None)
 
 
+@pytest.mark.parametrize("num_readers", [1, 2])
+def test_a_piece_that_no_node_has_is_refused_with_its_name(net: Net, num_readers: int) -> None:
+    made = Lost(net, replicated=True)
+    made.holder.memory.free()
+    ranks = Ranks(made, num_readers)
+    for rank in range(num_readers):
+        with pytest.raises(AssertionError, match=r"piece 0 of rank 0, .*unreachable nodes: lost"):
+            ranks.read(rank, range(1))
+    ranks.reads.begin(None)
+
+
 def test_equal_pieces_of_one_request_are_fetched_once(net: Net) -> None:
     made = Lost(net, replicated=True)
     shards = shards_of(made)
