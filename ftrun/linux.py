@@ -9,6 +9,7 @@ import errno
 import os
 import resource
 import signal
+import socket
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -227,6 +228,20 @@ def pressure_files(kind: str, root: Path = Path("/")) -> list[Path]:
         if is_v2:
             found.append((folder if folder.is_dir() else mount) / f"{kind}.pressure")
     return [*found, root / "proc/pressure" / kind]
+
+
+def rdma_devices(interface: str, system: Path = Path("/sys")) -> list[Path]:
+    """Folders of the RDMA devices of an interface; of a bond or VLAN, of its first lower device.
+
+    Empty: it has none, or /sys is that of another network namespace.
+    """
+    device = system / "class" / "net" / interface
+    with contextlib.suppress(OSError, ValueError):
+        if int((device / "ifindex").read_text()) == socket.if_nametoindex(interface):
+            for one in (device, *sorted(device.glob("lower_*"))):
+                if found := sorted(one.glob("device/infiniband/*")):
+                    return found
+    return []
 
 
 def _cgroup_limits(controller: str, root: Path) -> Iterator[tuple[int, str]]:

@@ -10,6 +10,7 @@ import sys
 from argparse import Namespace
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -33,6 +34,7 @@ from ftrun.agent.loop import RunLoop, RunSignals
 from ftrun.agent.maintenance import Maintenance
 from ftrun.agent.notices.watcher import NoticeWatcher
 from ftrun.agent.observe.device_memory import DeviceMemory, used_by_nvml
+from ftrun.agent.observe.evidence import EXCEPTION_S, BoundedReads
 from ftrun.agent.observe.node_check import NodeCheck
 from ftrun.agent.observe.ranks import RankObserver
 from ftrun.agent.observe.recorder_dumps import DUMPS
@@ -337,12 +339,17 @@ def _report_end(command: EndRun, spec: RunSpec, run: Run) -> None:
     run.journal.write(RunEndedRecord(int(command.exit_code), command.reason))
     cause = command.cause
     path = run.workers.error_file(cause.rank) if cause is not None else ""
-    if path and os.path.exists(path) and "TORCHELASTIC_ERROR_FILE" in os.environ:
+    if path and "TORCHELASTIC_ERROR_FILE" in os.environ:
         # A process that started ftrun with its own error file finds the first cause there.
-        get_error_handler().dump_error_file(path, command.exit_code)
+        BoundedReads().result(partial(_pass_on_error, path, command.exit_code), EXCEPTION_S)
     sys.stdout.flush()
     sys.stderr.write(final_block(command, spec, run.generations, _kept(command, spec, run)))
     sys.stderr.flush()
+
+
+def _pass_on_error(path: str, exit_code: int) -> None:
+    if os.path.exists(path):
+        get_error_handler().dump_error_file(path, exit_code)
 
 
 def _kept(command: EndRun, spec: RunSpec, run: Run) -> list[str]:

@@ -109,6 +109,10 @@ class Stripes:
         turns, rest = divmod(num_stripes, self.n)
         return turns * self.m + sum(t < rest for t in self._parity_turns[node])
 
+    def num_rows(self, node: int, num_bytes: Sequence[int]) -> int:
+        """Parity blocks that the node stores; `num_bytes` as in `senders`."""
+        return self.num_parity_blocks(node, self.num_stripes(max(num_bytes)))
+
 
 class RingStripes(Stripes):
     """Each block is a stripe: one node has it, and the next node of the ring has a copy.
@@ -140,6 +144,9 @@ class RingStripes(Stripes):
 
     def node_at(self, stripe: int, index: int) -> int:
         return (stripe + index) % self.n
+
+    def num_rows(self, node: int, num_bytes: Sequence[int]) -> int:
+        return self.num_blocks(num_bytes[node - 1])
 
 
 def _dense(stripe: int, n: int, own: list[int]) -> int | None:

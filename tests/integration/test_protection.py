@@ -65,6 +65,8 @@ class Model:
 
     shared: int = 0
     own: int = 300_000
+    more: int = 1000
+    """By which `own` grows with each rank."""
     fixed: int = 4
 
     def layout(self, rank: int) -> Layout:
@@ -75,7 +77,9 @@ class Model:
         if self.shared:
             entries.append(LayoutEntry("shared", "F32", (self.shared,), CopyTiming.LAZY))
         if self.own:
-            entries.append(LayoutEntry("own", "F32", (self.own + 1000 * rank,), CopyTiming.LAZY))
+            entries.append(
+                LayoutEntry("own", "F32", (self.own + self.more * rank,), CopyTiming.LAZY)
+            )
         return make_layout(entries, plain_bytes=100, metadata={"ftrun.rank": str(rank)})
 
     def image(self, rank: int, at: Version) -> bytes:
@@ -617,10 +621,16 @@ def test_one_node_too_many_is_refused_in_words(cluster: Cluster) -> None:
 
 def test_in_a_ring_nodes_that_are_no_neighbours_may_go(cluster: Cluster) -> None:
     cluster.is_ring = True
+    cluster.model = Model(more=400_000)
     cluster.start(4)
     cluster.begin()
     cluster.employ()
     at = cluster.protect(1, 2)
+    for rank, node in enumerate(cluster.nodes):
+        bytes_now = node.work()["parity_bytes"]
+        assert isinstance(bytes_now, int)
+        neighbour = cluster.model.layout((rank - 1) % 4).image_bytes
+        assert neighbour < bytes_now / 2 < neighbour + 1_300_000, "of two versions"
     cluster.lose(1)
     cluster.restore(at)
     cluster.check(at)

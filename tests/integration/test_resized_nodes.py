@@ -121,6 +121,18 @@ class Node:
         self.process.kill()
         self.process.wait(TIMEOUT_S)
 
+    def num_sent_bytes(self) -> int:
+        """To other nodes."""
+        answer = self.ask(messages.StatusRequest())
+        assert isinstance(answer, messages.StatusReply)
+        return int(json.loads(answer.document)["group_work"]["sent_bytes"])
+
+    def num_image_bytes(self) -> int:
+        """Of the newest version here."""
+        answer = self.ask(smp_messages.InventoryRequest())
+        assert isinstance(answer, smp_messages.Inventory)
+        return max(answer.offers, key=lambda one: one.step).image_bytes
+
     def num_arena_bytes(self) -> int:
         answer = self.ask(messages.StatusRequest())
         assert isinstance(answer, messages.StatusReply)
@@ -128,7 +140,7 @@ class Node:
 
 
 class Cluster:
-    """Nodes with one rank each, and their leader."""
+    """Nodes with equally many ranks, and their leader."""
 
     def __init__(self, folder: Path, ends: contextlib.ExitStack) -> None:
         self.folder = folder
@@ -154,6 +166,11 @@ class Cluster:
         self.shown: list[SharedPage] = []
         self.generation = -1
         self.newest: Version | None = None
+        self.places: list[list[int]] = []
+        """Ranks of each member."""
+        self.holders: list[tuple[Node, list[int]]] = []
+        """Nodes of the generation `held_in`, which has the newest version, with their ranks."""
+        self.held_in = -1
         self.narrow = False
         wait_until(self.warm_has_reported, self.log)
         assert json.loads(self.warm.stdout.readline()) == "ready"
@@ -169,16 +186,24 @@ class Cluster:
     def warm_has_reported(self) -> bool:
         return bool(select.select([self.warm.stdout], [], [], 0)[0])
 
-    def run(self, members: list[Node], kind: str, steps: int) -> list[int]:
-        """One generation of these nodes to this step; exit statuses by rank."""
+    def run(
+        self, members: list[Node], kind: str, steps: int, *, ranks: int = 1, dies: str = ""
+    ) -> list[int]:
+        """One generation of these nodes to this step; exit statuses by rank.
+
+        `ranks` is the number of each node, and `dies` where the last rank ends.
+        """
         self.generation += 1
-        old = [node.place([rank]) for rank, node in enumerate(self.members)]
-        previous_generation = self.generation - 1
+        previous_size = sum(len(of) for _, of in self.holders)
+        old = [node.place(of) for node, of in self.holders]
+        previous_generation = self.held_in
         protection = smp_messages.PreviousGroup(old, min(1, len(old) - 1), previous_generation)
-        group = [node.place([rank]) for rank, node in enumerate(members)]
+        self.places = [[*range(at * ranks, (at + 1) * ranks)] for at in range(len(members))]
+        size = ranks * len(members)
+        group = [node.place(of) for node, of in zip(members, self.places, strict=True)]
         restored = self.newest
         self.shown, variables = [], []
-        for rank, node in enumerate(members):
+        for node, local_ranks in zip(members, self.places, strict=True):
             page_fd = next(self.pages)
             self.shown.append(SharedPage(page_fd))
             if restored is not None:
@@ -188,8 +213,8 @@ class Cluster:
                 )
             body = smp_messages.BeginGeneration(
                 generation=self.generation,
-                world_size=len(members),
-                local_ranks=[rank],
+                world_size=size,
+                local_ranks=local_ranks,
                 group=group if len(members) > 1 else [],
                 node_id=node.node_id,
                 parity=1,
@@ -197,17 +222,20 @@ class Cluster:
                 restored=(restored.generation, restored.step) if restored else None,
                 protected_in=previous_generation if restored else -1,
                 restore_from=[protection] if restored else [],
-                restored_world_size=len(self.members),
+                restored_world_size=previous_size,
                 timeout_s=LINK_TIMEOUT_S,
             )
             node.agent.generation = self.generation
             assert node.ask(body, page_fd) == messages.Done()
-            variables.append(self.variables(rank, len(members), node, page_fd))
+            variables += [
+                self.variables(rank, size, node, page_fd, previous_size) for rank in local_ranks
+            ]
         order = {
             "generation": self.generation,
             "kind": kind,
             "steps": steps,
             "narrow": self.narrow,
+            "dies": dies,
             "variables": variables,
         }
         self.members = members
@@ -218,17 +246,20 @@ class Cluster:
         if not any(statuses):
             wanted = version(self.generation, steps)
             wait_until(lambda: self.leader() or self.is_committed(wanted), self.log)
-            self.newest = wanted
+            self.newest, self.held_in = wanted, self.generation
+            self.holders = list(zip(members, self.places, strict=True))
         return statuses
 
-    def variables(self, rank: int, size: int, node: Node, page_fd: int) -> dict[str, str]:
+    def variables(
+        self, rank: int, size: int, node: Node, page_fd: int, previous_size: int
+    ) -> dict[str, str]:
         request = launch_request(
             generation=self.generation,
             rank=rank,
             world_size=size,
             smp_socket=str(node.socket),
             restore=self.newest,
-            restore_world_size=len(self.members) if self.newest is not None else 0,
+            restore_world_size=previous_size if self.newest is not None else 0,
             snapshot=SnapshotConfig(every=1, commit_timeout_s=60),
             descriptors={"heartbeat": next(self.heartbeats), "command": page_fd},
         )
@@ -284,7 +315,7 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
 
 def assert_restored(cluster: Cluster, ends: list[Any]) -> None:
     """Every rank has the state of the previous ranks at the restore point."""
-    for rank in range(len(cluster.members)):
+    for rank in range(sum(map(len, cluster.places))):
         found = cluster.saved("restored", rank)
         old = ends[rank % len(ends)]
         for what in ("step", "parameters", "optimizer", "groups", "scheduler"):
@@ -341,3 +372,21 @@ def test_what_two_lost_nodes_held_is_named(cluster: Cluster) -> None:
     assert text.startswith("LayoutUnknown: ")
     assert "rank 0" in text
     assert "n1" in text
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_ranks_of_a_node_fetch_each_byte_once_also_if_one_of_them_dies(cluster: Cluster) -> None:
+    cluster.narrow = True
+    first, second = cluster.add(), cluster.add()
+    assert cluster.run([first], "plain", 2) == [0], cluster.log()
+    ends = ends_of(cluster)
+    num_image_bytes, sent_before = first.num_image_bytes(), first.num_sent_bytes()
+    assert cluster.run([first, second], "ddp", 3, ranks=2, dies="reading")[-1], cluster.log()
+    sent = first.num_sent_bytes() - sent_before
+    assert 0.5 * num_image_bytes < sent < 1.05 * num_image_bytes
+    third = cluster.saved("restored", 2)
+    assert_same(third["parameters"], ends[0]["parameters"], "the rank that has not died")
+    assert_same(third["optimizer"], ends[0]["optimizer"], "the rank that has not died")
+    assert cluster.run([first, second], "ddp", 3, ranks=2) == [0] * 4, cluster.log()
+    assert_restored(cluster, ends)

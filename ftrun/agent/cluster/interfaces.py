@@ -35,6 +35,7 @@ from pathlib import Path
 import msgspec
 
 from ftrun.errors import AddressTaken, UsageError
+from ftrun.linux import rdma_devices
 from ftrun.wire.cluster.generation import NodeCard, Rail
 from ftrun.wire.transport.tcp import listen_tcp
 
@@ -81,7 +82,7 @@ def interfaces(system: Path = Path("/sys")) -> list[NetworkInterface]:
         for one in found.values():
             one.driver = _driver(requester, one.name)
             one.speed_mbit, one.duplex = _speed(requester, one.name)
-            one.hca = _hca(system, one.name)
+            one.hca = next((path.name for path in rdma_devices(one.name, system)), "")
     return list(found.values())
 
 
@@ -159,19 +160,6 @@ def _ethtool(requester: socket.socket, name: str, question: bytes) -> bytes:
         fcntl.ioctl(requester, _SIOCETHTOOL, request)
         return buffer.raw
     return b""
-
-
-def _hca(system: Path, name: str) -> str:
-    """The RDMA device of this device; of a bond or VLAN, that of its first lower device."""
-    device = system / "class" / "net" / name
-    with suppress(OSError, ValueError):
-        if int((device / "ifindex").read_text()) != socket.if_nametoindex(name):
-            return ""
-        for one in (device, *sorted(device.glob("lower_*"))):
-            found = sorted(path.name for path in one.glob("device/infiniband/*"))
-            if found:
-                return found[0]
-    return ""
 
 
 _log = logging.getLogger(__name__)

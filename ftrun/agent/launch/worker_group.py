@@ -17,12 +17,7 @@ from ftrun.agent.launch.elastic import FtrunElasticAgent
 from ftrun.agent.launch.process import ChildProcess, has_ended
 from ftrun.agent.launch.rank_trees import RankTrees
 from ftrun.agent.launch.warm_start import LaunchSlot, WorkerHandle, WorkerStarter
-from ftrun.agent.observe.evidence import (
-    EndedRank,
-    WrittenErrors,
-    is_disk_full,
-    read_exception,
-)
+from ftrun.agent.observe.evidence import EndedRank, WrittenErrors
 from ftrun.agent.observe.introspection import as_traceback, parse_dump
 from ftrun.agent.observe.recorder_dumps import DUMPS, has_nccl_devices, recorder_variables
 from ftrun.agent.snapshots.smp_client import AgentSmpClient
@@ -299,8 +294,8 @@ class WorkerGroup:
     def _explain(self, handle: WorkerHandle, oom_kills: int | None) -> EndedRank:
         page, folder = handle.slot.page, self._log_folder(handle)
         error_file = self._error_files.get(handle.local_rank_id, "")
-        message, traceback, failed_at_ns = read_exception(error_file)
-        traceback = traceback or _last_stack(handle)
+        left = self._written.exception_of(error_file, folder)
+        traceback = left.traceback or _last_stack(handle)
         corrupt = page.get(HeartbeatField.CORRUPT_SLOT)
         if corrupt:
             other = page.get(HeartbeatField.CORRUPT_RANK)
@@ -310,16 +305,16 @@ class WorkerGroup:
             rank=Rank(handle.slot.rank),
             pid=handle.pid,
             status=handle.child.ended_with,
-            message=message,
+            message=left.message,
             traceback=traceback,
-            failed_at_ns=page.get(HeartbeatField.FAILED_NS) or failed_at_ns,
+            failed_at_ns=page.get(HeartbeatField.FAILED_NS) or left.failed_at_ns,
             oom_kills=oom_kills,
             stopped_s=handle.killed_for_s,
             last_call=handle.last_call or "",
-            full_disk=folder if is_disk_full(folder) else "",
+            full_disk=folder if left.is_disk_full else "",
             corrupt=page.note if corrupt else "",
         )
-        return EndedRank(explain(facts), folder, f"{traceback}\n{message}")
+        return EndedRank(explain(facts), folder, f"{traceback}\n{left.message}")
 
     def written_errors(self, handle: WorkerHandle) -> tuple[events.ErrorLine, ...]:
         """Error classes in the logs of a rank; from any thread."""

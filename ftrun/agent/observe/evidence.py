@@ -9,6 +9,7 @@ Survives: files of any size and content: the end of each regular file is read, a
 """
 
 import json
+import logging
 import os
 import stat
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -29,10 +30,13 @@ TAIL_BYTES = 16 << 10
 STREAMS = ("stderr.log", "stdout.log")
 LOGS_S = 0.5
 """Deadline for the logs of a rank that has ended; later only its exception is examined."""
+EXCEPTION_S = 2.0
+"""Deadline for the error file of a rank that has ended, and for the space of its log folder."""
 PRESSURE_EVERY_S = 1.0
 _FULL_BYTES = 1 << 16
 
 T = TypeVar("T")
+_log = logging.getLogger(__name__)
 
 
 class BoundedReads:
@@ -64,12 +68,30 @@ class EndedRank(NamedTuple):
     """Traceback and text of the exception that ended it."""
 
 
+class RankException(NamedTuple):
+    """The exception that a rank has written to its error file; empty: none."""
+
+    message: str = ""
+    traceback: str = ""
+    failed_at_ns: int = 0
+    """Monotonic."""
+    is_disk_full: bool = False
+    """Of the log folder."""
+
+
 class WrittenErrors:
     """Error classes in what ranks write, with those of the profile."""
 
     def __init__(self, own: Mapping[str, str]) -> None:
         self._classes = ErrorClasses(own)
-        self._reads = BoundedReads()
+        self._reads, self._exceptions = BoundedReads(), BoundedReads()
+
+    def exception_of(self, error_file: str, folder: str) -> RankException:
+        """Runs in the main thread, at most for `EXCEPTION_S`."""
+        found = self._exceptions.result(lambda: read_exception(error_file, folder), EXCEPTION_S)
+        if found is None:
+            _log.warning("%s was not read: its file system does not answer", error_file)
+        return found or RankException()
 
     def of_first_cause(self, ended: Sequence[EndedRank]) -> list[WorkerExit]:
         """The ends; that of the first cause with its errors. Runs in the main thread."""
@@ -94,14 +116,15 @@ class WrittenErrors:
         return self._classes.first(found)
 
 
-def read_exception(path: str) -> tuple[str, str, int]:
-    """Text, traceback and time (monotonic, in ns) of a rank's error file; empty: it has none."""
+def read_exception(path: str, folder: str) -> RankException:
+    is_full = is_disk_full(folder)
     with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
         document = json.loads(Path(path).read_text(encoding="utf-8"))["message"]
         extra = document["extraInfo"]
         age_s = clock.wall_s() - float(extra["timestamp"])
-        return document["message"], extra["py_callstack"], clock.now_ns() - int(age_s * 1e9)
-    return "", "", 0
+        failed_at_ns = clock.now_ns() - int(age_s * 1e9)
+        return RankException(document["message"], extra["py_callstack"], failed_at_ns, is_full)
+    return RankException(is_disk_full=is_full)
 
 
 def is_disk_full(folder: str) -> bool:

@@ -34,7 +34,7 @@ from ftrun.agent.observe.introspection import RankStack, take_stack
 from ftrun.agent.observe.preflight import free_memory
 from ftrun.agent.observe.proc import ProcessState, SocketStats, process_facts, resident_bytes
 from ftrun.agent.observe.recorder import Recorded, RecorderReader, read_trace
-from ftrun.agent.observe.recorder_dumps import write_dumps
+from ftrun.agent.observe.recorder_dumps import remove_old_dumps, write_dumps
 from ftrun.agent.observe.recorder_memory import newest_call
 from ftrun.config.profile import HangConfig
 from ftrun.events import ErrorLine
@@ -150,6 +150,8 @@ class RankObserver:
         self._group_memory = _GroupMemory()
         self._dumps = dumps
         self._has_dumped = False
+        self._cleaned_for = -1
+        """Generation at whose start old dumps were removed."""
         self._written_errors = written_errors
         self._reads = BoundedReads()
         self._errors: dict[int, tuple[ErrorLine, ...]] = {}
@@ -212,6 +214,7 @@ class RankObserver:
         handles = self._handles
         if not handles:
             return
+        self._clean(handles[0].slot.request.generation)
         on_device = self._sampler.on_device
         for trouble in self._devices.poll(clock.now_s(), on_device=on_device):
             self.troubles.put(trouble)
@@ -248,6 +251,11 @@ class RankObserver:
             folder = self._dumps / str(handles[0].slot.request.generation)
             ranks = [(handle, self._reader(handle)) for handle in handles]
             self._reads.result(lambda: write_dumps(folder, ranks), DUMPS_S)
+
+    def _clean(self, generation: int) -> None:
+        if self._cleaned_for != generation:
+            self._cleaned_for = generation
+            self._reads.result(lambda: remove_old_dumps(self._dumps, generation), LOGS_S)
 
     def _unresponsive_s(self, handle: WorkerHandle, now_s: float) -> float:
         page = handle.slot.page

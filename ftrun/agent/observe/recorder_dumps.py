@@ -41,6 +41,9 @@ RECORDED_ON_DEVICE = 2000
 DUMPS = "fr"
 """Folder of dumps below the logs of a node, with a folder for each generation."""
 
+KEPT_DUMPS = 20
+"""Number of ended generations whose dumps stay, the last ones: a dump is made in an incident."""
+
 _SIZES = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
 _FILES = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
 PIPE = "TORCH_NCCL_DEBUG_INFO_PIPE_FILE"
@@ -139,6 +142,22 @@ def _write(folder: Path, rank: int, data: bytes) -> None:
     part = folder / f".{PREFIX}{rank}"
     part.write_bytes(data)
     part.rename(folder / f"{PREFIX}{rank}")
+
+
+def remove_old_dumps(dumps: Path, generation: int) -> None:
+    """Remove the folders of ended generations without a dump, and dumps beyond `KEPT_DUMPS`."""
+    numbers = sorted(int(one.name) for one in dumps.glob("*") if one.name.isdecimal())
+    found = []
+    for folder in [dumps / str(number) for number in numbers if number < generation]:
+        try:
+            folder.rmdir()
+        except OSError:  # it has dumps
+            found.append(folder)
+    for folder in found[:-KEPT_DUMPS]:
+        with suppress(OSError):
+            for path in [*folder.glob(f"{PREFIX}*"), *folder.glob(f".{PREFIX}*")]:
+                path.unlink()
+            folder.rmdir()
 
 
 def has_nccl_devices(root: Path = Path("/")) -> bool:

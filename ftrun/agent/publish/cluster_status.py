@@ -23,7 +23,7 @@ from ftrun.agent.publish.versions import earlier_protection, left_of_earlier, ru
 from ftrun.ids import version
 from ftrun.membership.ballots import electorate
 from ftrun.membership.discovery import MemberRole
-from ftrun.membership.leader.failure_detector import PeerState
+from ftrun.membership.leader.failure_detector import SHOWN_S, PeerState
 from ftrun.membership.leader.leader import Leader
 from ftrun.monitor.numerics import finite
 from ftrun.monitor.verdicts import RankView
@@ -349,7 +349,7 @@ class _LedRun:
             return (order.index(node_id) if node_id in order else len(order), node_id)
 
         late_s = lateness_of(self.control_loop)
-        peers = sorted(self.leader.known, key=position)
+        peers = sorted(self.leader.known.shown(plan, now_s=now_s), key=position)
         wrong = self.control_loop.monitor.reports.wrong_sums
         found = []
         for peer in peers:
@@ -425,7 +425,8 @@ class _LedRun:
             f"{activity_text(self._activity(plan), nodes)}, generation {plan.generation}",
             next_loss_text(protection),
         ]
-        peers = [peer.card.node_id for peer in leader.known if peer.lost and not peer.has_left]
+        shown = leader.known.shown(plan, now_s=self.now_s)
+        peers = [peer.card.node_id for peer in shown if peer.lost and not peer.has_left]
         if lost := peers + [one.card.node_id for one in self._earlier_nodes() if not one.has_left]:
             parts.append(f"lost: {', '.join(lost)}")
         if witness is not None and witness.reason:
@@ -436,7 +437,8 @@ class _LedRun:
         """Nodes that were lost or have drained under an earlier leader and are not known now."""
         known = {peer.card.node_id for peer in self.leader.known}
         past = self.control_loop.monitor.past
-        return [one for one in past.gone if one.card.node_id not in known]
+        recent = [one for one in past.gone if self.now_s - one.at_s < SHOWN_S]
+        return [one for one in recent if one.card.node_id not in known]
 
     def _living_votes(self, plan: GenerationPlan) -> int:
         """Number of voters that can promise now; a restarted agent has lost its vote."""

@@ -20,6 +20,7 @@ class RetainedFiles:
         self._reasons: dict[str, str] = {}
         """Why files are not written, by path."""
         self._results: list[FileWritten] = []
+        self._is_given_up = False
 
     @property
     def held(self) -> list[tuple[FileHeld, int]]:
@@ -53,6 +54,7 @@ class RetainedFiles:
 
     def give_up(self, reason: str) -> None:
         """Note that no SMP will write the files, and why."""
+        self._is_given_up = True
         for file, _ in self.held:
             self.written(FileWritten(file.path, file.number, file.num_bytes, 0.0, reason))
 
@@ -67,7 +69,12 @@ class RetainedFiles:
         if not failed:
             return ""
         more = f" and {len(failed) - _SHOWN} more" if len(failed) > _SHOWN else ""
+        names = f"{', '.join(failed[:_SHOWN])}{more} of ftrun.save"
+        if self._is_given_up:
+            return (
+                f"{names} will not be written, and are lost. Later saves are written by the ranks"
+            )
         return (
-            f"{', '.join(failed[:_SHOWN])}{more} of ftrun.save cannot be written. Their content "
-            "stays in memory, and the write is repeated: free space, or make the folder writable"
+            f"{names} cannot be written. Their content stays in memory, and the write is repeated: "
+            "free space, or make the folder writable"
         )

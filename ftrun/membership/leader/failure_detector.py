@@ -36,6 +36,10 @@ from ftrun.wire.cluster.membership import Heartbeat
 AWAIT_UNRESPONSIVE_S = 10.0
 """Seconds that a leader waits after a good end for nodes that were lost shortly before."""
 
+SHOWN_S = 24 * 3600.0
+MAX_LOST_SHOWN = 100
+"""Replaced nodes are shown for a day, and this number of them, the last ones."""
+
 _LONG_AGO_S = -1e9
 
 
@@ -106,6 +110,18 @@ class FailureDetector:
     @property
     def here(self) -> list[NodeCard]:
         return [peer.card for peer in self if peer.linked and not peer.lost]
+
+    def shown(self, plan: GenerationPlan | None, *, now_s: float) -> list[PeerState]:
+        """All agents, without the nodes that were lost long ago and are no voters any more."""
+        voters = {card.node_id for card in plan.voters} if plan is not None else set()
+        replaced = [peer for peer in self if peer.lost and peer.card.node_id not in voters]
+        # A node that was lost with the last leader has no time of its own.
+        lost_s = {peer.card.node_id: max(peer.lost_s, peer.received_s) for peer in replaced}
+        newest = sorted(lost_s, key=lambda one: lost_s[one])[-MAX_LOST_SHOWN:]
+        kept = {one for one in newest if now_s - lost_s[one] < SHOWN_S}
+        return [
+            peer for peer in self if peer.card.node_id in kept or peer.card.node_id not in lost_s
+        ]
 
     def is_responding(self, node_id: str, *, now_s: float) -> bool:
         """Whether its last message is less than two heartbeat periods old."""

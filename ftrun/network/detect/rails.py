@@ -105,7 +105,12 @@ def _network_of(host: str, prefix_bits: int) -> str:
 GLOO = "GLOO_SOCKET_IFNAME"
 NCCL = "NCCL_SOCKET_IFNAME"
 HCA = "NCCL_IB_HCA"
-VARIABLES = (GLOO, NCCL, HCA)
+QUEUE_PAIRS = "NCCL_IB_QPS_PER_CONNECTION"
+SOCKET_THREADS = "NCCL_SOCKET_NTHREADS"
+SOCKETS_PER_THREAD = "NCCL_NSOCKS_PERTHREAD"
+_RAILS = (GLOO, NCCL, HCA)
+_SOCKETS = (SOCKET_THREADS, SOCKETS_PER_THREAD)
+VARIABLES = (*_RAILS, QUEUE_PAIRS, *_SOCKETS)
 
 
 def env_for(
@@ -119,6 +124,10 @@ def env_for(
     wanted = {GLOO: names, NCCL: f"={names}"}
     if all(rail.hca for rail in mine):
         wanted[HCA] = "=" + ",".join(dict.fromkeys(rail.hca for rail in mine))
+    if QUEUE_PAIRS in plan.flows:
+        wanted[QUEUE_PAIRS] = str(plan.flows[QUEUE_PAIRS])
+    if not any(name in user_env for name in _SOCKETS):  # NCCL limits their product
+        wanted |= {name: str(plan.flows[name]) for name in _SOCKETS if name in plan.flows}
     return {name: value for name, value in wanted.items() if name not in user_env}
 
 
@@ -127,7 +136,7 @@ def rails_named(name: str, value: str, rails: RunRails) -> set[str]:
 
     Its value is `eth0,eth1`, `=eth0`, `^eth1` or `mlx5_0:1`; other variables name no rail.
     """
-    if name not in VARIABLES:
+    if name not in _RAILS:
         return set()
     is_not = value.startswith("^")
     value = value.removeprefix("^")

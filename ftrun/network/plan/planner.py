@@ -10,7 +10,7 @@ from ftrun.network.detect.findings import NetworkFindings, judge
 from ftrun.network.detect.leaf_switches import LeafSwitches, leaves_from_probes
 from ftrun.network.detect.rails import VARIABLES, rails_named
 from ftrun.network.plan.node_order import NetworkModel, NodeOrder, order_nodes
-from ftrun.network.plan.rail_choice import choose_rails, choose_snapshot_way
+from ftrun.network.plan.rail_choice import choose_flows, choose_rails, choose_snapshot_way
 from ftrun.wire.cluster.generation import NetworkPlan, PathMeasurement, Rail
 
 NAMED_NODES = 16
@@ -53,6 +53,9 @@ def plan_network(
     env = situation.user_env
     busy = {rail for name in env for rail in rails_named(name, env[name], findings.rails)}
     snapshot_rail, limit, text = choose_snapshot_way(choice, findings, nodes, busy)
+    flows, of_flows = choose_flows(choice.rails, nodes, findings.rails, leaves.of)
+    if env.keys() & flows.keys():
+        flows, of_flows = {}, []
     network = NetworkModel(leaves.of, leaves.above, path_rates=_bad_paths(findings, choice.rails))
     ordering = order_nodes(nodes, network)
     order = list(nodes if situation.keep_order else ordering.order)
@@ -60,12 +63,14 @@ def plan_network(
         order=order,
         rails=list(choice.rails),
         dropped=dict(choice.dropped),
+        flows=flows,
         snapshot_rail=snapshot_rail,
         snapshot_bytes_per_s=limit,
         leaves={node: leaves.of[node] for node in nodes if node in leaves.of},
         leaves_from=leaves.source,
         words=[
             *choice.words,
+            *of_flows,
             *_user_words(env, findings, choice.dropped),
             leaves.words,
             _order_words(ordering, leaves, situation.keep_order),

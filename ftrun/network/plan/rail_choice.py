@@ -14,6 +14,10 @@ Rule 6: if no rate is known, because a new leader has only its own probes, the r
         stay without the dead ones. No rail is chosen or dropped for a missing rate.
 Rule 7: if no rail of that plan is left, another one that all nodes are on is used. If there is
         none, the plan stays: the libraries would do no better.
+Rule 8: NCCL sends over one queue pair or one TCP connection between two ranks, unless it is set
+        otherwise. Several are chosen where one cannot use the network: queue pairs of RDMA between
+        leaf switches, whose paths are chosen by flow (C4P, arXiv 2406.04594), and sockets on
+        interfaces of 100 Gbit/s, for which NCCL's guide names 4 and 4. All nodes get the same.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -28,13 +32,24 @@ from ftrun.network.detect.findings import (
     rate_text,
 )
 from ftrun.network.detect.localization import SLOW_RAIL
-from ftrun.network.detect.rails import RunRails
+from ftrun.network.detect.rails import (
+    QUEUE_PAIRS,
+    SOCKET_THREADS,
+    SOCKETS_PER_THREAD,
+    RunRails,
+)
 from ftrun.wire.cluster.generation import NetworkPlan
 
 SNAPSHOT_LEAST = 0.1
 """A rail below this fraction of the training rails' rate is too slow for snapshots."""
 SNAPSHOT_SHARE = 0.2
 """Fraction of a training rail that snapshots may use."""
+
+
+FLOWS = 4
+"""Queue pairs of a connection; threads of a connection, and sockets of each thread."""
+FAST_MBIT = 100_000
+"""Sockets of one connection are several from this speed of the interfaces."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +132,30 @@ def choose_snapshot_way(
     narrow = " between leaf switches" if between < usual else ""
     text += f", limited to {rate_text(allowed)} for each node"
     return rail, allowed, f"{text}: {SNAPSHOT_SHARE:.0%} of its rate{narrow}."
+
+
+def choose_flows(
+    used: Sequence[str], nodes: Sequence[str], rails: RunRails, leaves: Mapping[str, str]
+) -> tuple[dict[str, int], list[str]]:
+    """Variables for the flows of each connection over these rails, and the reason: rule 8."""
+    cards = [rails[name][node] for name in used for node in nodes if node in rails.get(name, {})]
+    switches = {leaves[node] for node in nodes if node in leaves}
+    if cards and all(card.hca for card in cards):
+        if len(switches) < 2:
+            return {}, []
+        text = (
+            f"NCCL uses {FLOWS} queue pairs for each connection, so that its flows spread over the "
+            f"paths between {len(switches)} leaf switches."
+        )
+        return {QUEUE_PAIRS: FLOWS}, [text]
+    slowest_mbit = min((card.speed_mbit for card in cards), default=0)
+    if slowest_mbit < FAST_MBIT or any(card.hca for card in cards):
+        return {}, []
+    text = (
+        f"NCCL uses {FLOWS} threads with {FLOWS} sockets each for a connection, because the "
+        f"interfaces have {slowest_mbit / 1000:.0f} Gbit/s and no RDMA."
+    )
+    return {SOCKET_THREADS: FLOWS, SOCKETS_PER_THREAD: FLOWS}, [text]
 
 
 def _wrong(
@@ -204,13 +243,15 @@ def keep_rails(
     if snapshots in (*dead, *kept):
         snapshots, pace = kept[-1], 0  # the rate of a newly shared rail is unknown
     dropped = {name: text for name, text in before.dropped.items() if name not in kept} | reason
-    words = [f"Training continues over {' and '.join(kept)}; no rate was measured since."]
+    flows, text = choose_flows(kept, nodes, rails, before.leaves)
+    words = [f"Training continues over {' and '.join(kept)}; no rate was measured since.", *text]
     words += _dropped_words(reason)
     return msgspec.structs.replace(
         before,
         order=list(nodes),
         rails=kept,
         dropped=dropped,
+        flows=flows,
         snapshot_rail=snapshots,
         snapshot_bytes_per_s=pace,
         words=words,

@@ -235,7 +235,8 @@ class ArenaRequests:
         return max(0, self._all_parity_bytes - self._parity_region_bytes())
 
     def sealed(self, rank: Rank) -> None:
-        """Handle a snapshot: the rank has the memory that it needs."""
+        """Handle a snapshot: the rank has the memory that it needs, and has restored."""
+        self._memory.give_back()
         if self._memory.forget_promise(rank):
             self._report_needed()
 

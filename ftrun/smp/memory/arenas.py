@@ -85,6 +85,8 @@ class ArenaStore:
         self._prepared: dict[Rank, tuple[int, ArenaShape]] = {}
         """Descriptors of memory for layouts that are not known yet."""
         self.after_add: Callable[[SmpArena], None] = lambda _: None
+        self.give_back: Callable[[], bool] = lambda: False
+        """Called before memory is refused; frees what is not needed, if there is any."""
 
     @property
     def ranks(self) -> list[Rank]:
@@ -114,6 +116,8 @@ class ArenaStore:
         # Read before `_needed_bytes`, because jobs allocate concurrently. In the other order, bytes
         # allocated between the two reads would count twice: as needed and as no longer available.
         available = self._available()
+        if self._needed_bytes > available.num_bytes and self.give_back():
+            available = self._available()
         num_ranks = len({one for one, wanted in self._wanted.items() if wanted} | {*self._prepared})
         available.check(self._needed_bytes, state_bytes=image_bytes, num_ranks=num_ranks)
 

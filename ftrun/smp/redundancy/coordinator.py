@@ -125,6 +125,7 @@ class RedundancyCoordinator:
             lost_ranks=self._engines.lost_ranks,
         )
         self.range_fetches = ShardReads(memory, jobs)
+        memory.give_back = self.range_fetches.free_copies
         commits.protector = self._protector
         commits.after_commit = self._committed
         self._peers.events = PeerDispatch(self._protector, self._rpc, jobs)
@@ -229,7 +230,9 @@ class RedundancyCoordinator:
         groups = body.restore_from if is_resized else body.read_from
         if served is None or not (groups or is_resized):
             return
-        world = PreviousWorld(served.version, groups, own, body.node_id)
+        world = PreviousWorld(
+            served.version, groups, own, body.node_id, num_readers=len(body.local_ranks)
+        )
         rebuild = self._rebuilder.rebuild if self._rebuilder is not None else None
         fetch = Fetch(self._rpc, timeout_s=body.timeout_s)
         self.range_fetches.begin(self._engines.previous_shards(world, fetch, served, rebuild))

@@ -152,7 +152,6 @@ def record_of(
     version: Version, plan: RedundancyPlan, rooms: dict[int, int], group: LocalGroup
 ) -> ParityRecord:
     stripes = group.protection.stripes(plan.block_bytes)
-    num_stripes = stripes.num_stripes(max(plan.coded_bytes))
     return ParityRecord(
         generation=version.generation,
         step=version.step,
@@ -166,7 +165,7 @@ def record_of(
         own=plan.nodes[group.position],
         holders=plan.holders,
         mirrors=[(position, rooms[position]) for position in group.mirrored_here],
-        num_rows=stripes.num_parity_blocks(group.position, num_stripes),
+        num_rows=stripes.num_rows(group.position, plan.coded_bytes),
         is_ring=group.is_ring,
     )
 

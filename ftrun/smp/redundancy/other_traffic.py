@@ -1,12 +1,13 @@
 """Lets the protection of a version yield to the collectives of a training on the same interface.
 
 Runs in:  the SMP, in the threads of the outgoing protect links.
-Takes in: bytes that each interface has sent (/proc/net/dev), and that each protect link has sent
-          (TCP_INFO).
+Takes in: bytes that each interface has sent (/proc/net/dev), and its RDMA device (/sys); bytes that
+          each protect link has sent (TCP_INFO).
 Gives:    pauses between two frames of bulk data.
 Source:   REFT (arXiv 2310.12670) schedules snapshots around the communication of the training. No
           library reports its collectives at this rate. The counters of the kernel show them for
-          each library that sends over a network interface; RDMA bypasses these counters.
+          each library that sends over a network interface. RDMA bypasses these, so the counters of
+          the RDMA device are read too (Documentation/ABI/stable/sysfs-class-infiniband).
 
 Rule 1: the rest of what an interface has sent is other traffic. While there is other traffic,
         bulk data wait.
@@ -22,6 +23,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from ftrun import clock
+from ftrun.linux import rdma_devices
 from ftrun.wire.transport.bulk_socket import BulkSocket
 
 _SAMPLE_S = 0.005
@@ -40,6 +42,8 @@ _DECAY = 0.999
 _PAUSE_SHARE = 4.0
 _MAX_CREDIT_S = 1.0
 _SIOCGIFADDR = 0x8915
+_WORD_BYTES = 4
+"""Unit of `port_xmit_data`."""
 
 
 class YieldRule:
@@ -84,11 +88,30 @@ class YieldRule:
         return self._is_waiting
 
 
+class RdmaPorts:
+    """The ports of the RDMA device of an interface; none if it has no device with counters."""
+
+    def __init__(self, interface: str, system: Path = Path("/sys")) -> None:
+        ports = [p for one in rdma_devices(interface, system) for p in sorted(one.glob("ports/*"))]
+        counters = [port / "counters" / "port_xmit_data" for port in ports]
+        self._counters = [one for one in counters if one.exists()]
+        self._has_all = any(_text(port / "link_layer") == "InfiniBand" for port in ports)
+        """The counters of InfiniBand have the bytes of the network interface too."""
+
+    def with_interface(self, sent: int) -> int:
+        """Bytes that interface and device have sent; `sent`: those of the interface."""
+        words = sum(int(one.read_text(encoding="ascii")) for one in self._counters)
+        found = _WORD_BYTES * words
+        return found if self._counters and self._has_all else sent + found
+
+
 class OtherTraffic:
     """The interfaces of this node over which versions are protected; used by several threads."""
 
-    def __init__(self) -> None:
+    def __init__(self, system: Path = Path("/sys")) -> None:
         self._lock = threading.Lock()
+        self._system = system
+        self._ports: dict[str, RdmaPorts] = {}
         self._rules: dict[str, YieldRule] = {}
         self._sockets: dict[BulkSocket, str] = {}
         self._past_bytes: dict[str, int] = {}
@@ -102,7 +125,9 @@ class OtherTraffic:
             return
         with self._lock:
             self._sockets[sock] = interface
-            self._rules.setdefault(interface, YieldRule())
+            if interface not in self._rules:
+                self._rules[interface] = YieldRule()
+                self._ports[interface] = RdmaPorts(interface, self._system)
 
     def remove(self, sock: BulkSocket) -> None:
         with self._lock:
@@ -131,7 +156,7 @@ class OtherTraffic:
         """Bytes that the interface has sent, and the part of it that are bulk data."""
         mine = (one.wire_bytes for one, at in self._sockets.items() if at == interface)
         own = self._past_bytes.get(interface, 0) + sum(mine)
-        return _interface_bytes()[interface], own
+        return self._ports[interface].with_interface(_interface_bytes()[interface]), own
 
 
 def interface_of(address: str) -> str:
@@ -145,6 +170,12 @@ def interface_of(address: str) -> str:
             if socket.inet_ntoa(reply[20:24]) == address:
                 return name
     raise OSError(f"no interface has the address {address}")
+
+
+def _text(path: Path) -> str:
+    with suppress(OSError):
+        return path.read_text(encoding="ascii").strip()
+    return ""
 
 
 def _interface_bytes() -> dict[str, int]:

@@ -28,6 +28,7 @@ from ftrun.smp.redundancy.mirror import Mirror
 from ftrun.smp.restore.downloader import BLOCK, DownloadItem, get_pieces, piece_item
 from ftrun.smp.restore.fetch import Fetch
 from ftrun.smp.restore.lost_node import CodedBlocks, LostNode, check_mirror
+from ftrun.smp.restore.piece_cache import PieceCache, PieceKey
 from ftrun.smp.restore.restore_server import RestoreServer
 from ftrun.snapshot.layout import Layout, parse_header
 from ftrun.snapshot.shard_header import PackedShardHeader, unpack_header
@@ -47,6 +48,10 @@ class WantedPiece:
     digest: int
     room: memoryview
     problems: list[str] = field(default_factory=list)
+
+    @property
+    def key(self) -> PieceKey:
+        return self.digest, len(self.room)
 
 
 @dataclass(eq=False)
@@ -215,13 +220,14 @@ class PreviousWorld:
     """The version to read, and the nodes that hold it.
 
     The groups contain all previous ranks. `own` is the address of this SMP; None if there are no
-    other SMPs.
+    other SMPs. `num_readers` is the number of ranks of this node.
     """
 
     wanted: Version
     groups: Sequence[PreviousGroup]
     own: NodeAddress | None
     own_id: str
+    num_readers: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,6 +248,8 @@ class PreviousWorldShards:
     ) -> None:
         self.world = world
         self.fetch = fetch
+        self.pieces = PieceCache() if world.num_readers > 1 else PieceCache(lambda: 0)
+        """Of other nodes."""
         self._served = served
         self._rebuild = rebuild
         self._shards: dict[Rank, _Shard] = {}
@@ -293,7 +301,24 @@ class PreviousWorldShards:
         return True
 
     def _fetch(self, wanted: Sequence[WantedPiece]) -> list[WantedPiece]:
-        """Fetch pieces from other nodes; return the pieces that no node could deliver."""
+        """Get pieces of other nodes; return the pieces that no node could deliver."""
+        equal: dict[PieceKey, list[WantedPiece]] = {}
+        for one in wanted:
+            equal.setdefault(one.key, []).append(one)
+
+        def fetch(keys: Sequence[PieceKey]) -> list[PieceKey]:
+            return [one.key for one in self._download([equal[key][0] for key in keys])]
+
+        missing = self.pieces.fill({key: same[0].room for key, same in equal.items()}, fetch)
+        for key, (first, *others) in equal.items():
+            for one in others:
+                if key in missing:
+                    one.problems.extend(first.problems)
+                else:
+                    one.room[:] = first.room
+        return [one for one in wanted if one.key in missing]
+
+    def _download(self, wanted: Sequence[WantedPiece]) -> list[WantedPiece]:
         locations = ShardLocations(self.world.wanted, self._alive)
         for one in wanted:
             shard = self._shards[one.rank]

@@ -4,21 +4,24 @@ Runs in:  the SMP: requests arrive in the server thread; a job lane for each loc
           other nodes.
 Takes in: OpenShards for shards on this node; FetchShardHeaders and FetchPieces for other shards.
 Gives:    one read-only descriptor for each shard of the previous world that is on this node; memfds
-          with the requested bytes of other shards, which the SMP does not keep; or a refusal.
+          with the requested bytes of other shards; or a refusal.
+
+Two ranks of a node that need the same piece of another node get it from one fetch, see
+`piece_cache.py`. The pieces are kept for the length of the restore.
 
 The arenas of the previous world stay until the first version of the new world is committed. No
 process writes to them, because workers of the new world have separate arenas.
 """
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from mmap import mmap
 
 from ftrun.errors import FtrunError, LayoutUnknown
 from ftrun.ids import Rank, version
 from ftrun.smp.client import Requester
-from ftrun.smp.jobs import Finish, JobLanes
+from ftrun.smp.jobs import Finish, IntervalTimer, JobLanes
 from ftrun.smp.memory.arenas import ArenaStore
 from ftrun.smp.restore.previous_world import PreviousWorldShards
 from ftrun.snapshot.shard_header import pack_header
@@ -44,6 +47,9 @@ Work = Callable[[], tuple[messages.AnyMessage, list[int]]]
 _LANES = 8
 """Threads that read for the ranks of this node; a rank's reads stay in order."""
 
+IDLE_S = 10.0
+"""After a time without a read, ranks have restored the version, and pieces are not kept."""
+
 
 class ShardReads:
     """Serves the read requests of local workers."""
@@ -52,11 +58,27 @@ class ShardReads:
         self._memory = memory
         self._jobs = jobs
         self._shards: PreviousWorldShards | None = None
+        self._num_open = self._num_reads = self._num_seen = 0
+        self._is_watched = False
+        self._watch = IntervalTimer(jobs, self._free_if_idle)
 
     def begin(self, shards: PreviousWorldShards | None) -> None:
         if self._shards is not None:
             self._shards.fetch.cancel()
         self._shards = shards
+        self._is_watched = False
+        self._watch.stop()
+
+    def free_copies(self) -> bool:
+        """Free the pieces that are kept for other ranks; return whether there were some."""
+        return self._shards is not None and self._shards.pieces.forget()
+
+    def _free_if_idle(self) -> None:
+        is_idle = not self._num_open and self._num_reads == self._num_seen
+        self._num_seen = self._num_reads
+        if is_idle and self._is_watched:
+            self._watch.stop()
+            self.free_copies()
 
     def ask(self, requester: Requester, body: Body) -> None:
         if isinstance(body, worker_messages.OpenShards):
@@ -73,11 +95,34 @@ class ShardReads:
             work = partial(_headers, shards, body)
         else:
             work = partial(_pieces, shards, body)
+        if not self._is_watched:
+            self._is_watched = True
+            self._watch.start(IDLE_S)
+        self._num_open += 1
+        self._num_reads += 1
         self._jobs.submit(
             f"read-{body.rank % _LANES}",
-            partial(_answered, work, requester),
-            failed=partial(requester.send, _BUG),
+            partial(self._read, work, requester),
+            failed=partial(self._answer, requester, _BUG, []),
         )
+
+    def _read(self, work: Work, requester: Requester) -> Finish:
+        """Runs in a job's thread."""
+        try:
+            answer, fds = work()
+        except (FtrunError, OSError) as error:
+            return partial(self._answer, requester, messages.Refused(str(error)), [])
+        return partial(self._answer, requester, answer, fds)
+
+    def _answer(
+        self, requester: Requester, answer: messages.AnyMessage, fds: Sequence[int]
+    ) -> None:
+        self._num_open -= 1
+        try:
+            requester.send(answer, fds=tuple(fds))
+        finally:
+            for fd in fds:
+                os.close(fd)
 
     def _open(self, requester: Requester, body: worker_messages.OpenShards) -> None:
         """Answer with descriptors of the shards on this node, without shards of other nodes."""
@@ -99,22 +144,6 @@ class ShardReads:
         finally:
             for fd in fds:
                 os.close(fd)
-
-
-def _answered(work: Work, requester: Requester) -> Finish:
-    try:
-        answer, fds = work()
-    except (FtrunError, OSError) as error:
-        return partial(requester.send, messages.Refused(str(error)))
-    return partial(_send, requester, answer, fds)
-
-
-def _send(requester: Requester, answer: messages.AnyMessage, fds: list[int]) -> None:
-    try:
-        requester.send(answer, fds=tuple(fds))
-    finally:
-        for fd in fds:
-            os.close(fd)
 
 
 def _headers(
@@ -149,9 +178,9 @@ def _pieces(
         raise LayoutUnknown(f"pieces of {size} bytes requested; the limit is {MAX_BYTES}")
     fd = _memory(size)
     try:
-        with mmap(fd, size) as mapped, memoryview(mapped) as out:
-            shards.read(wanted, out)
-            crash_point("smp.fetch.pieces_taken")
+        # Not closed here: an error of the read refers to parts of the mapping.
+        shards.read(wanted, memoryview(mmap(fd, size)))
+        crash_point("smp.fetch.pieces_taken")
     except BaseException:
         os.close(fd)
         raise

@@ -36,6 +36,7 @@ class NetworkPlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     order: list[str] = []  # node ids in the order of their ranks
     rails: list[str] = []  # rails that training uses; no other rail is used
     dropped: dict[str, str] = {}  # rails that training does not use, each with the reason
+    flows: dict[str, int] = {}  # variables of NCCL for several flows in a connection
     snapshot_rail: str = ""  # rail between the SMPs; empty: the rail between the agents
     snapshot_bytes_per_s: int = 0  # limit of each node on a shared training rail; 0: no limit
     leaves: dict[str, str] = {}  # leaf switch of each node, if known, by node id

@@ -107,6 +107,24 @@ def test_a_dump_that_is_more_than_plain_values_is_refused(
     assert not (tmp_path / "harmful").exists()
 
 
+def test_of_ended_generations_the_last_dumps_stay_and_nothing_else(tmp_path: Path) -> None:
+    recorder_dumps.remove_old_dumps(tmp_path / "missing", 3)
+    for number in range(60):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        if number % 2:
+            (folder / "rank_0").write_bytes(b"x")
+            (folder / ".rank_1").write_bytes(b"torn")
+    (tmp_path / "1" / "own").write_text("not a dump")
+    (tmp_path / "notes").mkdir()
+    recorder_dumps.remove_old_dumps(tmp_path, 58)
+    left = sorted(int(one.name) for one in tmp_path.glob("[0-9]*"))
+    assert left == [1, *range(19, 58, 2), 58, 59]
+    assert os.listdir(tmp_path / "1") == ["own"], "a file of the user stays, with its folder"
+    assert (tmp_path / "57" / "rank_0").exists()
+    assert (tmp_path / "notes").exists()
+
+
 def test_one_byte_into_the_pipe(tmp_path: Path) -> None:
     prefix = str(tmp_path / "recorder_")
     assert not ask_by_pipe(prefix, 3)

@@ -119,6 +119,21 @@ assert handle.child.status == 3
 until(lambda: process_tree.state_of(left) in ("", "Z"))
 """
 
+ERROR_FILE_HANGS = """
+from ftrun.agent.observe import evidence
+evidence.EXCEPTION_S = 0.5
+os.mkfifo("error.json")  # a read blocks, as on a file system that does not answer
+group = group_of(*["exit 3"] * 8)
+group._error_files = dict.fromkeys(range(8), "error.json")
+ended = []
+until(lambda: ended.extend(group.ended()) or len(ended) == 8)
+begun_s = time.monotonic()
+exits = group.explain(ended, oom_kills=None)
+assert time.monotonic() - begun_s < 3.0, "the deadline is waited for once, not for each rank"
+assert [one.code for one in exits] == [3] * 8
+print("clean")
+"""
+
 HANGS_IN_THE_KERNEL = """
 from ftrun.agent.launch import worker_group
 worker_group.KILL_WAIT_S = 0.5
@@ -285,6 +300,11 @@ def test_the_log_of_the_first_cause_is_read_and_a_dead_file_system_delays_no_exi
     tmp_path: Path,
 ) -> None:
     done = output_of(LOGS, tmp_path)
+    assert done.stdout == "clean\n", done.stderr
+
+
+def test_an_error_file_that_cannot_be_read_delays_no_exit(tmp_path: Path) -> None:
+    done = output_of(ERROR_FILE_HANGS, tmp_path)
     assert done.stdout == "clean\n", done.stderr
 
 

@@ -147,3 +147,21 @@ def test_in_a_ring_each_block_has_a_copy_on_the_next_node(n: int) -> None:
         num_stripes = layout.num_stripes(10 * num_blocks)
         assert num_stripes == num_blocks * n
         assert {layout.num_parity_blocks(node, num_stripes) for node in range(n)} == {num_blocks}
+
+
+@given(layouts, st.data())
+def test_a_node_has_room_for_the_parity_of_every_block(
+    layout: Stripes, data: st.DataObject
+) -> None:
+    sizes = data.draw(st.lists(st.integers(0, 100), min_size=layout.n, max_size=layout.n))
+    stripes = range(layout.num_stripes(max(sizes)))
+    for node in range(layout.n):
+        used = [
+            layout.parity_block(node, stripe)
+            for stripe in stripes
+            if node in layout.parity_nodes(stripe) and layout.senders(stripe, sizes)
+        ]
+        rows = layout.num_rows(node, sizes)
+        assert all(row is not None and row < rows for row in used)
+        if isinstance(layout, RingStripes):
+            assert rows == len(used) == layout.num_blocks(sizes[node - 1]), "its neighbour's size"

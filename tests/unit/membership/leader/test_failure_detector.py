@@ -5,7 +5,13 @@ Lease: a leader suspends ranks before another leader may have replaced it.
 
 import pytest
 
-from ftrun.membership.leader.failure_detector import FailureDetector, LeadershipLease, PeerState
+from ftrun.membership.leader.failure_detector import (
+    MAX_LOST_SHOWN,
+    SHOWN_S,
+    FailureDetector,
+    LeadershipLease,
+    PeerState,
+)
 from ftrun.wire.cluster.membership import Heartbeat
 from tests.unit.recovery.made import card, meet, plan, settings
 
@@ -193,6 +199,29 @@ def test_a_node_responds_for_two_heartbeats_and_this_one_always() -> None:
 
 SETTINGS_OF_LEASE = settings(failure_timeout_s=3.0, self_fencing_timeout_s=2.0)
 PLAN = plan(1, "abc")
+
+
+def test_a_replaced_node_is_shown_for_a_day_and_a_lost_voter_as_long_as_it_votes() -> None:
+    made, other = peers()
+    voter = meet(made, card("c"), now_s=100.0, linked=False)
+    for peer, lost_s in ((other, 200.0), (voter, 200.0)):
+        peer.lost, peer.lost_s = "no heartbeat", lost_s
+    of = plan(1, "ac")
+    assert len(made.shown(of, now_s=200.0 + SHOWN_S - 1)) == 3
+    left = made.shown(of, now_s=200.0 + SHOWN_S)
+    assert [peer.card.node_id for peer in left] == ["a", "c"]
+    assert [peer.card.node_id for peer in made.shown(None, now_s=200.0 + SHOWN_S)] == ["a"]
+    again = meet(made, card("b", 2), now_s=300.0 + SHOWN_S, linked=True)
+    assert again in made.shown(of, now_s=300.0 + SHOWN_S)
+
+
+def test_of_many_replaced_nodes_the_last_ones_are_shown() -> None:
+    made, _ = peers()
+    for at in range(MAX_LOST_SHOWN + 5):
+        peer = meet(made, card(f"n{at}"), now_s=100.0 + at, linked=False)
+        peer.lost = "the leader is lost"  # without a time of its own
+    found = {peer.card.node_id for peer in made.shown(plan(1, "ab"), now_s=1000.0)}
+    assert found == {"a", "b", *(f"n{at}" for at in range(5, MAX_LOST_SHOWN + 5))}
 
 
 def peers_of_lease() -> FailureDetector:

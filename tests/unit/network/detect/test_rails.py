@@ -162,11 +162,23 @@ def test_adapters_are_named_only_where_each_rail_has_one() -> None:
     }
 
 
+FLOWS = {"NCCL_IB_QPS_PER_CONNECTION": 2, "NCCL_SOCKET_NTHREADS": 3, "NCCL_NSOCKS_PERTHREAD": 5}
+
+
 @pytest.mark.parametrize("name", VARIABLES)
 def test_what_the_user_has_set_is_not_touched(name: str) -> None:
+    plan = NetworkPlan(rails=["ib0"], flows=FLOWS | {"PATH": 1})
+    sockets = {"NCCL_SOCKET_NTHREADS", "NCCL_NSOCKS_PERTHREAD"}
     for value in ("mlx5_9", ""):
-        reported = env("a", ["ib0"], {name: value, "PATH": "/bin"})
-        assert set(reported) == {*VARIABLES} - {name}
+        reported = env_for(plan, rails_of_node(RAILS, "a"), {name: value, "PATH": "/bin"})
+        assert set(reported) == {*VARIABLES} - (sockets if name in sockets else {name})
+
+
+def test_flows_of_the_plan_are_set_on_each_node() -> None:
+    for node in "abc":
+        found = env_for(NetworkPlan(rails=["ib0"], flows=FLOWS), rails_of_node(RAILS, node), {})
+        assert {name: found[name] for name in FLOWS} == {k: str(v) for k, v in FLOWS.items()}
+    assert not env_for(NetworkPlan(flows=FLOWS), rails_of_node(RAILS, "a"), {})
 
 
 def test_a_user_that_has_set_all_gets_no_message() -> None:
@@ -192,6 +204,7 @@ def test_without_rails_nothing_is_set() -> None:
         ("NCCL_SOCKET_IFNAME", "", set()),
         ("NCCL_IB_HCA", "mlx5_0:1", {"ib0"}),
         ("NCCL_IB_HCA", "mlx5_1", set()),
+        ("NCCL_SOCKET_NTHREADS", "eth0", set()),
         ("PATH", "eth0", set()),
     ],
 )

@@ -338,6 +338,28 @@ def test_what_the_user_has_set_is_reported_and_counts_as_busy() -> None:
     assert found.snapshot_bytes_per_s > 0
 
 
+def test_flows_are_set_and_reported_unless_the_user_has_set_them() -> None:
+    made = SimulatedPaths(TURNS, uplink=0.5)
+    cards = {
+        node: [msgspec.structs.replace(one, hca="mlx5_0") for one in rails]
+        for node, rails in made.cards().items()
+    }
+    given_by = {"leaves": leaves_from_labels(made.leaves)}
+    found = plan_network(PlanningInputs(made.nodes, cards, made.survey(), **given_by))
+    assert found.flows == {"NCCL_IB_QPS_PER_CONNECTION": 4}
+    assert (
+        "NCCL uses 4 queue pairs for each connection, so that its flows spread over the paths "
+        "between 2 leaf switches." in found.words
+    )
+    user = {"NCCL_IB_QPS_PER_CONNECTION": "2"}
+    kept = plan_network(
+        PlanningInputs(made.nodes, cards, made.again().survey(), user_env=user, **given_by)
+    )
+    assert not kept.flows
+    assert "NCCL_IB_QPS_PER_CONNECTION=2 is set by the user and stays." in kept.words
+    assert not any(text.startswith("NCCL uses") for text in kept.words)
+
+
 # --- any situation --------------------------------------------------------------------------------
 
 

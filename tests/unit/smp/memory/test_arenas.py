@@ -59,6 +59,24 @@ def test_memory_is_not_spent_on_some_ranks_while_another_has_none(node: Node) ->
         node.promise(rank)
 
 
+def test_copies_that_can_be_freed_are_freed_before_memory_is_refused(node: Node) -> None:
+    node.free_bytes, copies = ARENA, [2 * ARENA]
+
+    def give_back() -> bool:
+        node.free_bytes += sum(copies)
+        found = bool(copies)
+        copies.clear()
+        return found
+
+    node.memory.give_back = give_back
+    node.promise(0)
+    assert copies, "memory was free"
+    node.promise(1)
+    node.promise(2)
+    with pytest.raises(MemoryTooSmall):
+        node.promise(2, 2 * ARENA)
+
+
 def test_a_rank_that_asks_again_is_counted_once(node: Node) -> None:
     node.free_bytes = ARENA
     with pytest.raises(MemoryTooSmall):

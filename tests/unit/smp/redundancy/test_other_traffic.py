@@ -1,14 +1,16 @@
 """Bulk data wait while an interface carries other traffic, but not for ever."""
 
+import select
 import socket
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from ftrun.smp.redundancy import other_traffic
-from ftrun.smp.redundancy.other_traffic import OtherTraffic, YieldRule, interface_of
+from ftrun.smp.redundancy.other_traffic import OtherTraffic, RdmaPorts, YieldRule, interface_of
 from ftrun.wire.transport.bulk_socket import BulkSocket
 from ftrun.wire.transport.handshake import AuthSession, PeerIdentity
 
@@ -119,3 +121,51 @@ def test_the_counters_of_this_machine_are_read(monkeypatch: pytest.MonkeyPatch) 
         assert traffic.pause_s(bulk) == 0.0, "counters that cannot be read cost nothing"
         traffic.remove(bulk)
         assert traffic.pause_s(bulk) == 0.0
+
+
+def rdma_of_loopback(system: Path, link_layer: str) -> Path:
+    """Give the interface `lo` an RDMA device with one port; return its counter."""
+    device = system / "class" / "net" / "lo"
+    port = device / "device" / "infiniband" / "mlx5_0" / "ports" / "1"
+    (port / "counters").mkdir(parents=True)
+    (device / "ifindex").write_text(f"{socket.if_nametoindex('lo')}\n")
+    (port / "link_layer").write_text(f"{link_layer}\n")
+    counter = port / "counters" / "port_xmit_data"
+    counter.write_text("1000\n")
+    return counter
+
+
+@pytest.mark.parametrize(("link_layer", "sent"), [("Ethernet", 4500), ("InfiniBand", 4000)])
+def test_rdma_counts_in_addition_unless_the_device_counts_all(
+    tmp_path: Path, link_layer: str, sent: int
+) -> None:
+    counter = rdma_of_loopback(tmp_path, link_layer)
+    ports = RdmaPorts("lo", tmp_path)
+    assert ports.with_interface(500) == sent
+    counter.write_text("2000")
+    assert ports.with_interface(500) == sent + 4000
+    assert RdmaPorts("no-such", tmp_path).with_interface(500) == 500
+    counter.unlink()
+    assert RdmaPorts("lo", tmp_path).with_interface(500) == 500, "a driver without this counter"
+
+
+def test_bulk_data_yield_to_rdma(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    counter = rdma_of_loopback(tmp_path, "Ethernet")
+    monkeypatch.setattr(other_traffic, "_SAMPLE_S", 1e-6)
+    monkeypatch.setattr(other_traffic, "_interface_bytes", lambda: {"lo": 0})
+    with (
+        socket.create_server(("127.0.0.1", 0)) as listener,
+        socket.create_connection(listener.getsockname()) as sock,
+    ):
+        traffic, bulk = OtherTraffic(tmp_path), made_socket(sock)
+        traffic.add(bulk)
+        words, pauses = 1000, []
+        for turn in range(40):
+            words += 10**9 if turn >= 20 else 0
+            counter.write_text(f"{words}\n")
+            pauses.append(traffic.pause_s(bulk))
+            select.select([], [], [], 0.005)
+        assert not any(pauses[:20])
+        assert sum(pause > 0 for pause in pauses[20:]) >= 15
+        counter.unlink()
+        assert traffic.pause_s(bulk) == 0.0, "counters that cannot be read cost nothing"

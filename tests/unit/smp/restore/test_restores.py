@@ -1,7 +1,8 @@
 """A restore of one node from the memory of others, over links that deliver at once."""
 
+import os
 import select
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from threading import Lock
 from types import SimpleNamespace
@@ -19,11 +20,13 @@ from ftrun.smp.memory.parity_store import ParityStore, allocate_parity_region
 from ftrun.smp.memory.sealed_shards import ArenaMappings
 from ftrun.smp.peer_link import FETCH, OutgoingFrame
 from ftrun.smp.redundancy.mirror import mirror_parts
+from ftrun.smp.restore import shard_reads
 from ftrun.smp.restore.fetch import Fetch
 from ftrun.smp.restore.previous_world import PreviousWorld, PreviousWorldShards
 from ftrun.smp.restore.restore_server import RestoreServer
 from ftrun.smp.restore.restores import RestoreCoordinator
 from ftrun.smp.restore.rpc import FetchRpc
+from ftrun.smp.restore.shard_reads import ShardReads
 from ftrun.snapshot.layout import CopyTiming, Layout, LayoutEntry, make_layout
 from ftrun.snapshot.redundancy import (
     NodeRedundancy,
@@ -415,13 +418,13 @@ def test_a_replica_that_no_node_has_is_named(net: Net) -> None:
 # --- pieces for another world --------------------------------------------------------------------
 
 
-def shards_of(made: Lost) -> PreviousWorldShards:
+def shards_of(made: Lost, num_readers: int = 1) -> PreviousWorldShards:
     served = made.own.serve()
     made.holder.serve()
     nodes = [NodeAddress("lost", 1, "host", 0, [0]), made.holder.address]
     groups = [PreviousGroup(nodes, 1, WANTED.generation)]
     fetch = Fetch(made.own.rpc, timeout_s=TIMEOUT_S)
-    world = PreviousWorld(WANTED, groups, made.own.address, "own")
+    world = PreviousWorld(WANTED, groups, made.own.address, "own", num_readers)
     return PreviousWorldShards(world, fetch, served, None)
 
 
@@ -435,6 +438,82 @@ def test_pieces_of_a_lost_shard_come_from_its_mirror_and_replicas(
     out = memoryview(bytearray(made.layout.data_bytes))
     shards.read([(Rank(0), at) for at in range(len(made.layout.pieces))], out)
     assert bytes(out) == made.image[len(made.layout.header) :]
+
+
+class Ranks:
+    """Two ranks of a node, one after the other, that read the shard of a lost rank."""
+
+    def __init__(self, made: Lost, num_readers: int) -> None:
+        self.reads = ShardReads(made.own.memory, made.own.jobs)
+        self.shards = shards_of(made, num_readers)
+        self.reads.begin(self.shards)
+        self._made = made
+        self._answers: list[Any] = []
+
+    def read(self, rank: int, pieces: range) -> bytes:
+        """The bytes of an answer; raises AssertionError with its reason if it is refused."""
+        wanted = [(0, pieces.start, len(pieces))]
+        body = worker_messages.FetchPieces(rank, WANTED.generation, WANTED.step, wanted)
+        requester: Any = SimpleNamespace(send=self._take)
+        self.reads.ask(requester, body)
+        self.wait(lambda: bool(self._answers))
+        answer = self._answers.pop()
+        assert isinstance(answer, bytes), answer
+        return answer
+
+    def wait(self, claim: Callable[[], bool]) -> None:
+        end_s = clock.now_s() + WAIT_S
+        while not claim():
+            assert clock.now_s() < end_s
+            if select.select([self._made.own.jobs], [], [], 0.1)[0]:
+                self._made.own.jobs.finish()
+
+    def _take(self, body: Any, *, fds: tuple[int, ...] = ()) -> None:
+        self._answers.append(os.pread(fds[0], body.num_bytes, 0) if fds else body)
+
+
+@pytest.mark.parametrize("num_readers", [1, 2])
+def test_a_second_rank_gets_pieces_from_the_fetch_of_the_first(
+    net: Net, num_readers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shard_reads, "IDLE_S", 0.05)
+    made = Lost(net, replicated=True)
+    ranks, size = Ranks(made, num_readers), made.layout.data_bytes
+    pieces = range(len(made.layout.pieces))
+    content = made.image[len(made.layout.header) :]
+    assert ranks.read(0, pieces) == content
+    first = ranks.shards.fetch.num_bytes
+    assert 0 < first <= size
+    assert ranks.read(1, pieces) == content
+    assert ranks.shards.fetch.num_bytes == (first if num_readers > 1 else 2 * first)
+    ranks.wait(lambda: not ranks.shards.pieces.num_bytes)  # some time after the last read
+    assert not ranks.reads.free_copies()
+    before = ranks.shards.fetch.num_bytes
+    assert ranks.read(1, pieces) == content
+    assert ranks.shards.fetch.num_bytes == before + first
+    ranks.reads.begin(None)
+
+
+@pytest.mark.parametrize("num_readers", [1, 2])
+def test_a_piece_that_no_node_has_is_refused_with_its_name(net: Net, num_readers: int) -> None:
+    made = Lost(net, replicated=True)
+    made.holder.memory.free()
+    ranks = Ranks(made, num_readers)
+    for rank in range(num_readers):
+        with pytest.raises(AssertionError, match=r"piece 0 of rank 0, .*unreachable nodes: lost"):
+            ranks.read(rank, range(1))
+    ranks.reads.begin(None)
+
+
+def test_equal_pieces_of_one_request_are_fetched_once(net: Net) -> None:
+    made = Lost(net, replicated=True)
+    shards = shards_of(made)
+    piece = made.layout.pieces[0]
+    out = memoryview(bytearray(3 * piece.num_bytes))
+    shards.read([(Rank(0), 0)] * 3, out)
+    start = len(made.layout.header) + piece.offset
+    assert bytes(out) == 3 * made.image[start : start + piece.num_bytes]
+    assert shards.fetch.num_bytes == piece.num_bytes
 
 
 def test_a_missing_piece_is_named_with_the_lost_nodes(net: Net) -> None:
