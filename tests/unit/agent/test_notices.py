@@ -453,3 +453,5 @@ def test_the_first_sigterm_after_a_notice_is_the_end_of_the_machine(tmp_path: Pa
     signals._note(signal.SIGTERM, None)
     signals.handle()
     assert signals.stops == 1
+    for end in (signals._wake_read, signals._wake_write):
+        end.close()
