@@ -413,8 +413,9 @@ def test_the_first_notice_has_the_node_leave_once(tmp_path: Path) -> None:
     one, two = tmp_path / "one", tmp_path / "two"
     left, watcher = watched(tmp_path, FileNotices(str(one)), FileNotices(str(two)))
     watcher.start()
-    one.write_text("a fan")
-    two.write_text("a fan")
+    for path in (one, two):
+        (tmp_path / "written").write_text("a fan")
+        (tmp_path / "written").rename(path)
     until(lambda: left)
     time.sleep(0.3)
     watcher.close()
