@@ -45,10 +45,12 @@ from ftrun.monitor.flight_recorder import (
     parse_trace,
     recorded_groups,
 )
-from ftrun.monitor.page_values import decode_backends, quantile_s
+from ftrun.monitor.order.messages import left_order, message_counts, with_waited
+from ftrun.monitor.page_values import decode_backends, decode_groups, quantile_s
 from ftrun.monitor.slow.samples import Entered, NodeSample, RankSample, thinned
 from ftrun.monitor.verdicts import (
     Frame,
+    MessageCount,
     ProcessGroupView,
     RankConnection,
     RankView,
@@ -280,11 +282,15 @@ class RankObserver:
             recorded = Recorded(notes=(handle.last_call,) if handle.last_call else ())
         else:
             recorded = self._reader(handle).read(page)
+        is_stopped = facts.state in ("T", "t")
+        groups, counts, left = _with_messages(page, recorded.groups, is_stopped=is_stopped)
         return msgspec.structs.replace(
             self._compared(view, facts, stack),
             holds_gil=stack.holds_gil,
             is_gil_known=stack.is_spied,
-            groups=self._group_memory.with_times(rank, recorded.groups, clock.now_s()),
+            groups=self._group_memory.with_times(rank, groups, clock.now_s()),
+            message_counts=counts,
+            left_order=left,
             is_recorder_complete=recorded.is_complete,
             recorder_notes=recorded.notes,
             stack=stack.frames,
@@ -337,6 +343,21 @@ class RankObserver:
             spins_s=round(now_s - spins_since_s, 2),
             unmoved_s=round(now_s - unmoved_since_s, 2),
         )
+
+
+def _with_messages(
+    page: SharedPage, recorded: tuple[ProcessGroupView, ...], *, is_stopped: bool
+) -> tuple[tuple[ProcessGroupView, ...], tuple[MessageCount, ...], str]:
+    """The groups with the message that the rank waits for, its messages by kind, its disorder.
+
+    A stopped rank waits for nothing: it is the cause of what it does not do.
+    """
+    messages, groups = page.messages(), decode_groups(page.groups)
+    number = 0 if is_stopped else page.get(HeartbeatField.MESSAGE_WAITED)
+    waited = next((one for one in messages if one.number == number), None)
+    shown = with_waited(recorded, waited, groups, now_ns=clock.now_ns())
+    left = left_order(messages, page.get(HeartbeatField.STEP))
+    return shown, message_counts(messages, groups), left
 
 
 _FEW_STEPS = 5
