@@ -359,6 +359,8 @@ class SlowSuspicions:
                 step=one.step,
                 entered=[(group, seq, at_s - offset_s) for group, seq, at_s in one.entered],
                 clock_error_s=error_s,
+                waited_s=one.waited_s,
+                boundary=one.boundary,
             )
             for one in sample.ranks
             if one.is_training

@@ -45,7 +45,12 @@ from ftrun.monitor.flight_recorder import (
     parse_trace,
     recorded_groups,
 )
-from ftrun.monitor.order.messages import left_order, message_counts, with_waited
+from ftrun.monitor.order.messages import (
+    left_order,
+    message_counts,
+    waits_before,
+    with_waited,
+)
 from ftrun.monitor.page_values import decode_backends, decode_groups, quantile_s
 from ftrun.monitor.slow.samples import Entered, NodeSample, RankSample, thinned
 from ftrun.monitor.verdicts import (
@@ -475,10 +480,19 @@ class Sampler:
                     entered.append((entry.group, seq, entry.time_created_ns / 1e9 - ahead_s))
         for group, seq, _ in entered:
             self._reported[rank, group] = max(seq, self._reported.get((rank, group), 0))
+        shown, step = thinned(entered), page.get(HeartbeatField.STEP)
+        waited_s, boundary = (), None
+        if page.get(HeartbeatField.MESSAGES):
+            shown, waited_s = waits_before(shown, page.messages())
+            times = HeartbeatField.STEP_NS, HeartbeatField.WAITED_AT_STEP_NS
+            at_s, total_s = (page.get(one) / 1e9 for one in times)
+            boundary = (at_s, total_s) if page.get(HeartbeatField.STEP) == step else None
         return RankSample(
             rank=rank,
-            step=page.get(HeartbeatField.STEP),
-            entered=thinned(entered),
+            step=step,
+            entered=shown,
+            waited_s=waited_s,
+            boundary=boundary,
             groups=page.groups,
             is_training=page.phase in ("", "train"),
             calls=tuple(page.calls_at_steps),

@@ -8,9 +8,12 @@ Rule 2: A rank has left its order if its messages in the last completed step dif
 """
 
 import zlib
+from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from math import inf
 
+from ftrun.monitor.slow.samples import Entered
 from ftrun.monitor.verdicts import MessageCount, OpenMessage, ProcessGroupView, group_text
 
 ANY = -1
@@ -34,6 +37,8 @@ class RecordedMessage:
     """The rank began to wait for its end."""
     ended_ns: int
     """The wait has ended, also with an error."""
+    total_ns: int
+    """Time that the rank has waited for messages, up to `ended_ns`."""
     group: int
     """`group_key` of its process group."""
     tag: int
@@ -90,6 +95,21 @@ def with_waited(
         name, desc, groups[name], own.calls if own is not None else (), messages=(message,)
     )
     return (*(one for one in views if one is not own), group)
+
+
+def waits_before(
+    entered: Iterable[Entered], messages: Sequence[RecordedMessage]
+) -> tuple[tuple[Entered, ...], tuple[float, ...]]:
+    """The total time that the rank had waited for messages when it entered each collective.
+
+    A collective before all of these messages is left out, because that time is not known.
+    """
+    ended = sorted((one.ended_ns / 1e9, one.total_ns / 1e9) for one in messages if one.ended_ns)
+    if messages and messages[0].number == 1:
+        ended.insert(0, (-inf, 0.0))
+    found = [(one, bisect_right(ended, (one[2], inf))) for one in entered]
+    known = [(one, ended[at - 1][1]) for one, at in found if at]
+    return tuple(one for one, _ in known), tuple(total_s for _, total_s in known)
 
 
 def left_order(messages: Sequence[RecordedMessage], step: int) -> str:

@@ -15,12 +15,14 @@ from collections.abc import Iterator
 from ftrun.monitor.order.messages import RecordedMessage
 
 CAPACITY = 512
-_ENTRY = struct.Struct("<qqqqqIIIiB7x")
-"""Number, step, times of call, wait and end, group, tag, count, peer, whether it is a send."""
+_ENTRY = struct.Struct("<qqqqqqIIIiB7x")
+"""Number, step, times of call, wait and end, total wait, group, tag, count, peer, is it a send."""
 ENTRY_BYTES = _ENTRY.size
 RING_BYTES = CAPACITY * ENTRY_BYTES
-_WAITED_AT, _ENDED_AT = 24, 32
+_WAITED_AT = 24
 _NS = struct.Struct("<q")
+_END = struct.Struct("<qq")
+_END_AT = 32
 _MASK = (1 << 32) - 1
 
 
@@ -29,16 +31,22 @@ def write_message(memory: memoryview, one: RecordedMessage) -> None:
     at = one.number % CAPACITY * ENTRY_BYTES
     _ENTRY.pack_into(
         memory, at, one.number, one.step, one.called_ns, one.waited_ns, one.ended_ns,
-        one.group, one.tag & _MASK, one.count & _MASK, one.peer, one.is_send,
+        one.total_ns, one.group, one.tag & _MASK, one.count & _MASK, one.peer, one.is_send,
     )  # fmt: skip
 
 
-def write_wait(memory: memoryview, number: int, *, waited_ns: int = 0, ended_ns: int = 0) -> None:
-    """Store the begin or the end of a wait, if the message is still in the ring."""
+def write_wait(memory: memoryview, number: int, waited_ns: int) -> None:
+    """Store the begin of a wait, if the message is still in the ring."""
     at = number % CAPACITY * ENTRY_BYTES
     if _NS.unpack_from(memory, at)[0] == number:
-        place, value = (_ENDED_AT, ended_ns) if ended_ns else (_WAITED_AT, waited_ns)
-        _NS.pack_into(memory, at + place, value)
+        _NS.pack_into(memory, at + _WAITED_AT, waited_ns)
+
+
+def write_end(memory: memoryview, number: int, ended_ns: int, total_ns: int) -> None:
+    """Store the end of a wait, if the message is still in the ring."""
+    at = number % CAPACITY * ENTRY_BYTES
+    if _NS.unpack_from(memory, at)[0] == number:
+        _END.pack_into(memory, at + _END_AT, ended_ns, total_ns)
 
 
 def read_messages(raw: bytes, *, newest: int, newest_after: int) -> Iterator[RecordedMessage]:

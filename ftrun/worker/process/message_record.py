@@ -19,7 +19,7 @@ from typing import Any
 
 from ftrun import clock
 from ftrun.monitor.order.messages import ANY, RecordedMessage, group_key
-from ftrun.wire.shared_memory.message_ring import write_message, write_wait
+from ftrun.wire.shared_memory.message_ring import write_end, write_message, write_wait
 from ftrun.wire.shared_memory.pages import HeartbeatField, SharedPage
 
 _log = logging.getLogger(__name__)
@@ -73,6 +73,8 @@ class _Recorder:
         """By the identity of the work object: the number of the message."""
         self._number = 0
         self.in_default_group = 0
+        self._waited_ns = 0
+        """In waits for messages."""
         self._kept: list[tuple[Any, str, Any]] = []
         for name in (_SEND, _RECV, _RECV_ANY):
             self._wrap(c10d.ProcessGroup, name, self._calling(name))
@@ -127,7 +129,7 @@ class _Recorder:
         self.in_default_group += known.is_default
         step, now_ns = page.get(HeartbeatField.STEP), clock.now_ns()
         entry = RecordedMessage(
-            self._number, step, now_ns, 0, 0, known.key, tag, count, peer, is_send
+            self._number, step, now_ns, 0, 0, 0, known.key, tag, count, peer, is_send
         )
         write_message(page.message_memory, entry)
         page.set(HeartbeatField.MESSAGES, self._number)
@@ -140,7 +142,7 @@ class _Recorder:
             number = self._open.pop(id(work), 0)
             began_ns = now_ns()
             if number:
-                write_wait(page.message_memory, number, waited_ns=began_ns)
+                write_wait(page.message_memory, number, began_ns)
                 page.set(HeartbeatField.MESSAGE_WAITED, number)
             try:
                 return original(work, *args, **kwargs)
@@ -149,6 +151,7 @@ class _Recorder:
                 page.add(HeartbeatField.WAITED_NS, ended_ns - began_ns)
                 if number:
                     page.set(HeartbeatField.MESSAGE_WAITED, 0)
-                    write_wait(page.message_memory, number, ended_ns=ended_ns)
+                    self._waited_ns += ended_ns - began_ns
+                    write_end(page.message_memory, number, ended_ns, self._waited_ns)
 
         return wait
