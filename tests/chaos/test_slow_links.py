@@ -31,7 +31,7 @@ model = torch.nn.Linear(4, 4)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 session = ftrun.attach(model=model, optimizer=optimizer)
 size = dist.get_world_size()
-data, found, end = torch.ones(size << 15), torch.empty(size << 15), torch.zeros(1)
+data, found, end = torch.ones(size << 19), torch.empty(size << 19), torch.zeros(1)
 for step in session.steps(1 << 30):
     dist.all_to_all_single(found, data)
     model(torch.ones(1, 4)).sum().backward()
@@ -43,7 +43,7 @@ for step in session.steps(1 << 30):
     if end.item():
         break
 """
-NODES, RATE, SLOW = 4, "200mbit", "10mbit"
+NODES, RATE, SLOW = 4, "1gbit", "40mbit"
 PAST_S = 16.0
 """Ten samples of each link, one a second; some take longer on a busy machine."""
 PLACES: dict[str, tuple[dict[str, Any], str, list[str]]] = {

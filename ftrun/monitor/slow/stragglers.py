@@ -124,6 +124,7 @@ class StragglerDetector:
         groups: Mapping[str, tuple[int, ...]],
         *,
         is_link_slow: bool = False,
+        may_name: bool = True,
     ) -> Verdict | None:
         """Add one sample of the ranks of all nodes, and judge. Some ranks may be missing.
 
@@ -132,6 +133,7 @@ class StragglerDetector:
             groups: ranks of each process group.
             is_link_slow: no further rank is named, because ranks next to a slow link leave each
                 collective later than others.
+            may_name: if false, a link may be slow, and no further rank is named yet.
         """
         for one in samples:
             record = self._ranks.setdefault(one.rank, _Record())
@@ -155,7 +157,7 @@ class StragglerDetector:
             for series in self._all_series():
                 series.forget_newest()
         self._is_beside_slow_link = is_link_slow
-        return self._verdict(may_name=not is_link_slow)
+        return self._verdict(may_name=may_name and not is_link_slow)
 
     def lateness(self) -> dict[int, Lateness]:
         known = ((rank, one.series[ALONE]) for rank, one in sorted(self._ranks.items()))
