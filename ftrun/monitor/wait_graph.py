@@ -266,30 +266,38 @@ def _unanswered_peers(
     if not group.messages:
         return set()
     first = group.messages[0]
-    if first.peer < 0:
-        return _unanswered_by_any(rank, group, views)
+    if first.peer == ANY:
+        others = members_of(group, views) - {rank}
+        return others if _in_transit(rank, group, first.tag, views) < 0 else set()
     view = views.get(first.peer)
     if view is None:
         return {first.peer}
     if first.is_counted:
-        answers = "recv" if first.op == "send" else "send"
-        called = sum(_count(view, group, answers, peer, first.tag) for peer in (rank, ANY))
-        return {first.peer} if called < first.seq or view.process in ("T", "t") else set()
+        is_answered = view.process not in ("T", "t") and _is_answered(rank, group, view, views)
+        return set() if is_answered else {first.peer}
     own = _in_group(view, group.name)
     wanted = ("recv" if first.op == "send" else "send", rank)
     answers = own is not None and any((one.op, one.peer) == wanted for one in own.messages)
     return set() if answers or not view.is_recorder_complete else {first.peer}
 
 
-def _unanswered_by_any(
-    rank: int, group: ProcessGroupView, views: Mapping[int, RankView]
-) -> set[int]:
-    """The other members, if they have sent fewer messages than the rank has received."""
-    tag, others = group.messages[0].tag, members_of(group, views) - {rank}
-    known = [views[one] for one in others if one in views]
-    sent = sum(_count(view, group, "send", rank, tag) for view in known)
-    received = sum(_count(views[rank], group, "recv", peer, tag) for peer in (*others, ANY))
-    return others if sent < received else set()
+def _is_answered(
+    rank: int, group: ProcessGroupView, peer: RankView, views: Mapping[int, RankView]
+) -> bool:
+    """Whether the peer has called the counterpart of the counted message that the rank waits in."""
+    first = group.messages[0]
+    if first.op == "send" and _count(peer, group, "recv", ANY, first.tag):
+        return _in_transit(peer.rank, group, first.tag, views) <= 0
+    return _count(peer, group, "recv" if first.op == "send" else "send", rank, first.tag) >= (
+        first.seq
+    )
+
+
+def _in_transit(rank: int, group: ProcessGroupView, tag: int, views: Mapping[int, RankView]) -> int:
+    """Messages that were sent to a rank, less its calls of recv."""
+    others = members_of(group, views) - {rank}
+    sent = sum(_count(views[one], group, "send", rank, tag) for one in others if one in views)
+    return sent - sum(_count(views[rank], group, "recv", one, tag) for one in (*others, ANY))
 
 
 def _count(view: RankView, group: ProcessGroupView, op: str, peer: int, tag: int) -> int:

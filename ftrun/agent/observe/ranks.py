@@ -481,7 +481,8 @@ class Sampler:
         for group, seq, _ in entered:
             self._reported[rank, group] = max(seq, self._reported.get((rank, group), 0))
         shown, step = thinned(entered), page.get(HeartbeatField.STEP)
-        waited_s, boundary = (), None
+        waited_s: tuple[float, ...] = ()
+        boundary: tuple[float, float] | None = None
         if page.get(HeartbeatField.MESSAGES):
             shown, waited_s = waits_before(shown, page.messages())
             times = HeartbeatField.STEP_NS, HeartbeatField.WAITED_AT_STEP_NS

@@ -14,7 +14,7 @@ Rule 2: After a repair, the cells of a link recover one by one, because values c
 Rule 3: From the first slow sample on, until a link can be named, no rank is named.
 """
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
@@ -40,9 +40,9 @@ MAX_RATIOS = 3
 """Number of the last ratios of a cell that are kept."""
 SUSTAINED = 2
 """Minimum number among the last `MAX_RATIOS` ratios."""
-LESS = 2.0
-"""A cell that is slower than others by this factor less than the slowest one may be slow because of
-it: acknowledgements wait behind the data of the slow direction."""
+ONE_WAY = 2.0
+"""If one direction of a node or a pair is slower by this factor, the other one is slow because its
+acknowledgements wait behind the data of the slow direction."""
 COVER = 0.8
 """Share of a row's or column's cells that must be hot."""
 SAMPLES_TO_NAME = 5
@@ -241,8 +241,7 @@ class SlowLinkDetector:
             if cell.busy_share >= COST_SHARE and max(self._ratios[pair]) < COLD
         }
         worst = max(hot.values(), key=lambda cell: self._ratios[cell.pair][-1])
-        slowest = max(map(_slowness, hot.values()))
-        causes = {pair for pair, cell in hot.items() if _slowness(cell) * LESS >= slowest}
+        causes = _causes(hot)
         where, nodes = place_of(causes, cold | causes)
         found = [self._agrees(pair) for pair in hot]
         confidence = Confidence.CERTAIN if True in found else Confidence.LIKELY
@@ -318,8 +317,9 @@ def times_slower(cell: PairDelay, others: Sequence[PairDelay]) -> float:
 
 def _is_slow_now(cell: PairDelay) -> bool:
     now, past = cell.newest_s_per_mb, cell.past_s_per_mb
-    is_known = now is not None and past is not None and cell.busy_share >= COST_SHARE
-    return is_known and now >= SUSPECT * max(RATE_FLOOR_S_PER_MB, past)
+    if now is None or past is None or cell.busy_share < COST_SHARE:
+        return False
+    return now >= SUSPECT * max(RATE_FLOOR_S_PER_MB, past)
 
 
 def _usual(past: float, now: Sequence[float], before: Sequence[float]) -> float:
@@ -333,6 +333,19 @@ def _usual(past: float, now: Sequence[float], before: Sequence[float]) -> float:
 
 def _low(figures: Sequence[float]) -> float:
     return sorted(figures)[len(figures) // 4]
+
+
+def _causes(hot: Mapping[Pair, PairDelay]) -> set[Pair]:
+    """The hot cells, without the direction that only carries late acknowledgements."""
+    node = Counter(node for pair in sorted(hot) for node in pair).most_common(1)[0][0]
+    sent = [_slowness(cell) for pair, cell in hot.items() if pair[0] == node]
+    received = [_slowness(cell) for pair, cell in hot.items() if pair[1] == node]
+    found = set(hot)
+    if sent and received and median(sent) >= ONE_WAY * median(received):
+        found = {pair for pair in hot if pair[1] != node}
+    elif sent and received and median(received) >= ONE_WAY * median(sent):
+        found = {pair for pair in hot if pair[0] != node}
+    return found
 
 
 def _slowness(cell: PairDelay) -> float:

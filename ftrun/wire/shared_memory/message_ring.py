@@ -11,6 +11,7 @@ Rule 1: `HeartbeatField.MESSAGES` is written after an entry. A reader reads it b
 
 import struct
 from collections.abc import Iterator
+from dataclasses import replace
 
 from ftrun.monitor.order.messages import RecordedMessage
 
@@ -58,6 +59,7 @@ def read_messages(raw: bytes, *, newest: int, newest_after: int) -> Iterator[Rec
     # The message after the newest one may be in the middle of being written.
     first = max(1, newest_after + 2 - CAPACITY)
     for number in range(first, newest + 1):
-        *numbers, is_send = _ENTRY.unpack_from(raw, number % CAPACITY * ENTRY_BYTES)
-        if numbers[0] == number:
-            yield RecordedMessage(*numbers, is_send=bool(is_send))
+        fields = _ENTRY.unpack_from(raw, number % CAPACITY * ENTRY_BYTES)
+        one = RecordedMessage(*fields)
+        if one.number == number:
+            yield replace(one, is_send=bool(one.is_send))

@@ -129,9 +129,13 @@ def test_a_message_that_both_have_called_waits_for_the_connection() -> None:
 
 
 def test_a_send_is_met_by_a_receive_of_any_rank() -> None:
-    meets = rank(0, ("recv", -1), count=9)
-    graph = waits_of({0: meets, 1: rank(1, ("send", 0), count=5)})
-    assert (graph.edges.get(1), graph.undelivered) == (None, {1: 0})
+    sends = rank(1, ("send", 0), count=5)
+    graph = waits_of({0: rank(0, ("recv", -1), count=5), 1: sends})
+    assert (graph.edges, graph.undelivered) == ({}, {0: -1, 1: 0})
+    # Its calls for the messages of other ranks do not meet this one.
+    others = {2: rank(2, called={("send", 0): 9}), 1: sends}
+    graph = waits_of({0: rank(0, called={("recv", -1): 13}), **others})
+    assert (graph.edges, graph.undelivered) == ({1: {0}}, {})
 
 
 def test_a_receive_of_any_rank_waits_for_all_that_have_sent_nothing_new() -> None:
