@@ -127,7 +127,7 @@ class SlowLinkDetector:
         found = self._report(hot) if hot else None
         if not hot and self._all_slow >= SUSTAINED:
             found = self._report_all()
-        if self._is_recovering(found, hot):
+        if self._is_recovering(found, hot) or self._is_spreading(hot):
             return self._verdict
         before, self._found = self._found, found
         if _place(before) == _place(found) or found is None:
@@ -210,6 +210,17 @@ class SlowLinkDetector:
             self._named, self._named_cells = "", set()
         is_other = found is not None and found.fingerprint != self._named
         return is_other and bool(hot) and set(hot) <= self._named_cells
+
+    def _is_spreading(self, hot: Mapping[Pair, PairDelay]) -> bool:
+        """Whether another cell of the same nodes has just become as slow: the next sample decides.
+
+        A slow node does not show in all of its cells in the same sample.
+        """
+        nodes = {node for pair in hot for node in pair}
+        return any(
+            ratios[-1] >= HOT and pair not in hot and nodes.intersection(pair)
+            for pair, ratios in self._ratios.items()
+        )
 
     def _sustained(self, pair: Pair, factor: float) -> bool:
         return sum(one >= factor for one in self._ratios[pair]) >= SUSTAINED

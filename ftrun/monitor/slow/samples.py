@@ -62,7 +62,7 @@ class NodeSample(msgspec.Struct, frozen=True):
     ranks: tuple[RankSample, ...]
     links: tuple[LinkSample, ...] = ()
     available_bytes: int = 0
-    """Memory available on the node, or in its cgroup; 0: not known."""
+    """Memory available on the node, or in its cgroup; 0: not read for this sample."""
 
 
 def thinned(entered: Sequence[Entered]) -> tuple[Entered, ...]:

@@ -142,6 +142,17 @@ def test_late_acknowledgements_of_the_other_direction_are_no_place(place: str) -
     assert len(found.evidence) == 2 * len(cells), "all slow cells are evidence"
 
 
+def test_a_node_whose_cells_become_slow_one_by_one_has_one_name() -> None:
+    network = learnt(4)
+    found = []
+    for pair in column(network, "n1"):
+        network.slow[pair] = 40.0
+        found += network.samples(2)
+    found += network.samples(4)
+    texts = {one.fingerprint for one in found if one is not None}
+    assert texts == {"slow communication what node n1 receives"}
+
+
 def test_from_the_first_slow_sample_on_a_link_is_suspicious_for_a_while() -> None:
     network = learnt(4)
     assert not network.links.is_suspicious
