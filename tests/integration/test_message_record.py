@@ -6,13 +6,14 @@ import sys
 from typing import Any
 
 SCRIPT = """
-import json, os, sys, tempfile
+import json, os, signal, sys
 import torch
 import torch.distributed as dist
 from ftrun.wire.shared_memory.pages import HeartbeatField, SharedPage, create_page
 from ftrun.worker.process import message_record
 
 rank = 1 if os.fork() == 0 else 0
+signal.alarm(100)
 page = SharedPage(create_page("test"))
 store = dist.FileStore(sys.argv[1], 2)
 dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
@@ -50,6 +51,16 @@ if rank:
 else:
     dist.recv(found, 1)
     dist.recv(found, 1)
+dist.barrier()
+dist.destroy_process_group()
+other_store = dist.PrefixStore("again", store)
+dist.init_process_group("gloo", store=other_store, rank=rank, world_size=2)
+assert message_record.calls_of_default_group() == 0
+if not rank:
+    dist.send(data, 1)
+    assert message_record.calls_of_default_group() == 1
+else:
+    dist.recv(found, 0)
 dist.barrier()
 if rank:
     os._exit(0)

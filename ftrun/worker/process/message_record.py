@@ -13,6 +13,7 @@ Rule 2: messages of devices are in the recorder of their own backend, and are no
 """
 
 import logging
+import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
@@ -41,7 +42,7 @@ def install(page: SharedPage) -> None:
 
 def calls_of_default_group() -> int:
     """Recorded messages of the default group, which its sequence number includes."""
-    return _recorder.in_default_group if _recorder is not None else 0
+    return _recorder.calls_of_default_group() if _recorder is not None else 0
 
 
 class _Group:
@@ -49,7 +50,6 @@ class _Group:
 
     def __init__(self, group: Any, c10d: Any) -> None:
         self.key = group_key(group.group_name)
-        self.is_default = group is c10d.GroupMember.WORLD
         self.ranks: list[int] = []
         backend = None
         with suppress(RuntimeError):  # it has no backend for the CPU
@@ -57,7 +57,8 @@ class _Group:
 
             backend = group._get_backend(torch.device("cpu"))
         if backend is not None and "gloo" in str(backend.name()).lower():
-            by_rank = {own: rank for rank, own in c10d._world.pg_group_ranks[group].items()}
+            known = c10d._world.pg_group_ranks.get(group, {})
+            by_rank = {own: rank for rank, own in known.items()}
             self.ranks = [by_rank[own] for own in range(len(by_rank))]
 
 
@@ -72,7 +73,9 @@ class _Recorder:
         self._open: dict[int, int] = {}
         """By the identity of the work object: the number of the message."""
         self._number = 0
-        self.in_default_group = 0
+        self._in_default_group = 0
+        self._default_group: Any = lambda: None
+        """Weak reference to the default group that is counted: a script may make another one."""
         self._waited_ns = 0
         """In waits for messages."""
         self._kept: list[tuple[Any, str, Any]] = []
@@ -81,9 +84,13 @@ class _Recorder:
         self._wrap(c10d.Work, "wait", self._waiting)
 
     def _wrap(self, owner: Any, name: str, wrapper: Callable[[Any], Any]) -> None:
-        original = getattr(owner, name)
-        self._kept.append((owner, name, original))
-        setattr(owner, name, wrapper(original))
+        # `getattr` of a class of pybind11 gives a function that would not bind to an object.
+        self._kept.append((owner, name, vars(owner)[name]))
+        setattr(owner, name, wrapper(getattr(owner, name)))
+
+    def calls_of_default_group(self) -> int:
+        is_counted = self._default_group() is self._c10d.GroupMember.WORLD
+        return self._in_default_group if is_counted else 0
 
     def _end(self, error: Exception) -> None:
         _log.warning("a bug in ftrun: messages are not recorded any more", exc_info=error)
@@ -126,7 +133,9 @@ class _Recorder:
         count = self._counts[key] = self._counts.get(key, 0) + 1
         page = self._page
         self._number += 1
-        self.in_default_group += known.is_default
+        if group is self._c10d.GroupMember.WORLD:
+            self._in_default_group = self.calls_of_default_group() + 1
+            self._default_group = weakref.ref(group)
         step, now_ns = page.get(HeartbeatField.STEP), clock.now_ns()
         entry = RecordedMessage(
             self._number, step, now_ns, 0, 0, 0, known.key, tag, count, peer, is_send
