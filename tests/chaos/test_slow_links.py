@@ -37,7 +37,7 @@ for step in session.steps(1 << 30):
     model(torch.ones(1, 4)).sum().backward()
     optimizer.step()
     notes.write("step", step=step, generation=0)
-    time.sleep(0.05)
+    time.sleep(0.15)
     end.fill_((folder / "go").exists())
     dist.all_reduce(end)
     if end.item():

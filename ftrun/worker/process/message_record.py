@@ -26,6 +26,8 @@ from ftrun.wire.shared_memory.pages import HeartbeatField, SharedPage
 _log = logging.getLogger(__name__)
 MAX_OPEN = 4096
 """Messages that were called and not waited for; more are forgotten."""
+MAX_KINDS = 16384
+"""Kinds of messages that are counted; of those with a tag for each step the oldest are dropped."""
 _SEND, _RECV, _RECV_ANY = "send", "recv", "recv_anysource"
 _NAMES = ("dstRank", "srcRank", "tag")
 """Of the arguments after the tensors."""
@@ -130,7 +132,10 @@ class _Recorder:
         peer = ANY if name == _RECV_ANY else known.ranks[found[0]]
         tag, is_send = found[-1], name == _SEND
         key = (known.key, is_send, peer, tag)
-        count = self._counts[key] = self._counts.get(key, 0) + 1
+        count = self._counts.pop(key, 0) + 1
+        self._counts[key] = count  # the newest kind is the last one
+        if len(self._counts) > MAX_KINDS:
+            del self._counts[next(iter(self._counts))]
         page = self._page
         self._number += 1
         if group is self._c10d.GroupMember.WORLD:
