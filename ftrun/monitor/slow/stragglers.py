@@ -215,7 +215,9 @@ class StragglerDetector:
             for series in self._all_series():
                 series.restart()
             return None
-        own = self._judge(OWN, may_name=may_name and not self._is_any_late())  # Rule 6
+        if alone or added or of_node:  # Rule 6
+            self._forget_work()
+        own = self._judge(OWN, may_name=may_name)
         together = self._whole_nodes(of_node, set(alone) | set(added))
         judged = [(alone, ALONE), (added, ADDED), (together, OF_NODE), (own, OWN)]
         if set(alone) < set(own):  # a slow stage, and its replicas are not equally slow
@@ -243,14 +245,11 @@ class StragglerDetector:
             self._has_caught_up |= before is Confidence.POSSIBLE and confidence is None
         return found
 
-    def _is_any_late(self) -> bool:
-        """Whether a rank may be late in the collectives, so that the others work less."""
-        return any(
-            record.series[how].is_known
-            and record.series[how].lateness().more_s > self._limit_s(rank) / 2
-            for rank, record in self._ranks.items()
-            for how in (ALONE, OF_NODE)
-        )
+    def _forget_work(self) -> None:
+        """Others wait for a late rank, also in the windows before it has caught up."""
+        for record in self._ranks.values():
+            if record.series[OWN].named is None:
+                record.series[OWN].forget_newest()
 
     def _limit_s(self, rank: int) -> float:
         return max(SHARE_OF_STEP * self.step_s, self._floor_s(rank))

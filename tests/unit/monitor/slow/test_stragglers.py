@@ -321,8 +321,24 @@ def test_a_slow_stage_or_replica_is_named_and_no_stage_that_waits(slow: tuple[in
     assert {one.victims for one in found} == {tuple({0, 1, 2, 3} - set(slow))}
     assert found[-1].confidence is Confidence.LIKELY
     world.slow.clear()
-    watched(world, 100, detector)
+    ending = {verdict.culprits for _, verdict in watched(world, 100, detector)}
+    assert ending <= {slow}, "ranks that waited are not named afterwards"
     assert watched(world, 100, detector) == []
+
+
+@pytest.mark.parametrize("sample_s", [0.5, 1.0, 2.0])
+def test_ranks_that_waited_for_a_slow_replica_are_not_named_after_it(sample_s: float) -> None:
+    """Only the replicas of the last stage meet in a collective, in which a wait is like work."""
+    program = [*pipeline()[:-1], Meet({"s1": (2, 3)})]
+    world = SlowWorld(4, program, 5, noise=0.03, ranks_per_node=4, sample_s=sample_s)
+    detector = StragglerDetector()
+    assert watched(world, 400, detector) == []
+    for _ in range(3):
+        world.slow = {3: 2.0}
+        named = {verdict.culprits for _, verdict in watched(world, 200, detector)}
+        world.slow.clear()
+        named |= {verdict.culprits for _, verdict in watched(world, 200, detector)}
+        assert named == {(3,)}
 
 
 def test_a_slow_stage_is_described_by_its_work() -> None:
