@@ -288,10 +288,19 @@ class VirtualCluster:
             alive(found)
             self._thaw(found)
 
-    def slow(self, node: int | str, rate: str, *, rail: int | None = None) -> None:
+    def slow(
+        self,
+        node: int | str,
+        rate: str,
+        *,
+        rail: int | None = None,
+        way: str = "both",
+        peer: int | str | None = None,
+    ) -> None:
         """Limit its cables in both directions to a rate such as 100mbit; `off` ends that.
 
-        `rail`: only this one.
+        `rail`: only this one. `way`: only what it `sends` or `receives`. `peer`: only what it sends
+        to this node.
         """
         wanted = "" if rate == "off" else rate
         if wanted:
@@ -299,8 +308,14 @@ class VirtualCluster:
         with self._changing(node) as (state, found):
             ports = link.ports(found, rail)
             limit = wanted or state.network.rail_rate
-            link.limit(alive(found), [port.device for port in ports], limit)
-            link.limit(_switch(state).process, [port.name for port in ports], limit)
+            if peer is not None:
+                cables = find(state, peer).cables
+                to = {port.device: cables[port.rail].address for port in ports}
+                link.limit_to(alive(found), to, wanted, state.network.rail_rate)
+            if peer is None and way != "receives":
+                link.limit(alive(found), [port.device for port in ports], limit)
+            if peer is None and way != "sends":
+                link.limit(_switch(state).process, [port.name for port in ports], limit)
             for port in ports:
                 found.cables[port.rail].rate = wanted
 

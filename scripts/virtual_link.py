@@ -16,7 +16,7 @@ Rule 2: a node has the same hardware address all its life and after `revive`; ot
 import re
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -260,6 +260,23 @@ def limit(namespace: Process, devices: Sequence[str], rate: str) -> None:
             burst = max(_MIN_BURST_BYTES, int(bits / 8 * 0.008))  # 8 ms of traffic
             shape = f"tbf rate {bits:.0f}bit burst {burst} latency 50ms"
             lines.append(f"qdisc add dev {device} root {shape}")
+    if lines:
+        inside(namespace, ["tc", "-batch", "-"], "\n".join(lines) + "\n")
+
+
+def limit_to(namespace: Process, addresses: Mapping[str, str], rate: str, usual: str) -> None:
+    """Limit the rate of packets by each of these devices to one address; empty: `usual` again."""
+    limit(namespace, list(addresses), "" if rate else usual)
+    lines = []
+    for device, peer in addresses.items() if rate else ():
+        lines.append(f"qdisc add dev {device} root handle 1: htb default 1")
+        for number, of in ((1, usual or "100gbit"), (2, rate)):
+            bits = bits_per_s(of)
+            burst = max(_MIN_BURST_BYTES, int(bits / 8 * 0.008))
+            shape = f"htb rate {bits:.0f}bit burst {burst} cburst {burst} quantum 60000"
+            lines.append(f"class add dev {device} parent 1: classid 1:{number} {shape}")
+        match = f"u32 match ip dst {peer} classid 1:2"
+        lines.append(f"filter add dev {device} parent 1: protocol ip {match}")
     if lines:
         inside(namespace, ["tc", "-batch", "-"], "\n".join(lines) + "\n")
 

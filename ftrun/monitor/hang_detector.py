@@ -8,12 +8,14 @@ Rule 1: Positive evidence is a process that cannot run its code (stopped, ended,
 Rule 2: A verdict states what cannot be determined: several culprits, and `possible`.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence, Set
 
 import msgspec
 
 from ftrun.config.profile import HangConfig
 from ftrun.monitor.connections import stalled_connections, with_stalled
+from ftrun.monitor.order.disorder import deadlock_verdict, skipped_verdict
+from ftrun.monitor.order.messages import call_of, group_name, waited_s
 from ftrun.monitor.verdicts import (
     COMPUTES,
     Confidence,
@@ -22,13 +24,12 @@ from ftrun.monitor.verdicts import (
     Verdict,
     VerdictKind,
     function_of,
-    group_text,
     nodes_of,
     rank_on_node,
     ranks_text,
     short,
 )
-from ftrun.monitor.wait_graph import CollectiveMismatch, WaitGraph, mismatch, waits_of
+from ftrun.monitor.wait_graph import WaitGraph, mismatch, waits_of
 
 _MANY = 3
 """Maximum number of culprits that are described individually."""
@@ -78,30 +79,34 @@ def _judged(
         return None
     waits = waits_of(views)
     if different := mismatch(views):
-        return _skipped(different, waits, node_of)
+        return skipped_verdict(different, waits, node_of)
     if waits.edges or waits.stuck_devices:
         ends = waits.ends()
         if ends & waits.unknown:
             return None  # its node has not reported yet
         if not all(is_late(views[rank], limit_s) or views[rank].is_finished for rank in ends):
             return None  # it makes steps, so it will enter the collective
-        if ends and ends <= set(waits.behind) - waits.stuck_devices and waits.stuck:
-            return _not_left(waits, node_of)
         if ends:
-            return _not_entered([views[rank] for rank in sorted(ends)], waits, node_of, settings)
-        return _deadlock(waits, node_of, settings)
+            return _awaited(ends, waits, node_of, settings)
+        return deadlock_verdict(waits, node_of, settings)
     if waits.stuck:
         return _not_left(waits, node_of)
     alone = [view for view in late if view.rank not in waits.waiting]
     if alone:
         return _not_entered(alone, waits, node_of, settings)
-    return _all_receive(late, waits, node_of)
+    return _not_delivered(late, waits, node_of)
 
 
-def find_skipped(views: Mapping[int, RankView], node_of: Mapping[int, str]) -> Verdict | None:
-    """Find ranks that call different collectives under one number, including ended ranks."""
-    different = mismatch(views)
-    return _skipped(different, waits_of(views), node_of) if different else None
+def _awaited(
+    ends: Set[int], waits: WaitGraph, node_of: Mapping[int, str], settings: HangConfig
+) -> Verdict:
+    """The verdict on the ends of the wait chains."""
+    if waits.stuck and ends <= set(waits.behind) - waits.stuck_devices:
+        return _not_left(waits, node_of)
+    culprits = [waits.views[rank] for rank in sorted(ends)]
+    if ends <= set(waits.undelivered):
+        return _not_delivered(culprits, waits, node_of)
+    return _not_entered(culprits, waits, node_of, settings)
 
 
 def is_late(view: RankView, limit_s: float) -> bool:
@@ -214,7 +219,7 @@ def _sentence(
         return f"{subject} {does}; no other rank waits"
     verb = "waits" if len(others) == 1 else "wait"
     groups = _waiting_groups(waits, ranks)
-    what = f"in {_call_of(groups[0][1])}" if groups else "for it"
+    what = f"in {call_of(groups[0][1])}" if groups else "for it"
     return f"{subject} {does}, and {ranks_text(others)} {verb} {what}"
 
 
@@ -269,11 +274,11 @@ def _waiting_groups(
 def _of_waiting(waits: WaitGraph, culprits: Sequence[int]) -> list[str]:
     found: dict[tuple[str, str], list[tuple[int, ProcessGroupView]]] = {}
     for rank, group in _waiting_groups(waits, culprits):
-        found.setdefault((group.name, _call_of(group)), []).append((rank, group))
+        found.setdefault((group.name, call_of(group)), []).append((rank, group))
     lines = []
     for (_, call), waiting in list(found.items())[:_MANY]:
         group = waiting[0][1]
-        longest_s = max(_waited_s(one) for _, one in waiting)
+        longest_s = max(waited_s(one) for _, one in waiting)
         verb = "has" if len(waiting) == 1 else "have"
         lines.append(
             f"{ranks_text(rank for rank, _ in waiting)} {verb} entered {call} and not left it for "
@@ -290,7 +295,7 @@ def _of_device(rank: int, waits: WaitGraph) -> list[str]:
     if rank not in waits.stuck_devices:
         return []
     behind = waits.behind[rank]
-    call, others = _call_of(behind.group), behind.completed_by or behind.started_by
+    call, others = call_of(behind.group), behind.completed_by or behind.started_by
     does = "completed" if behind.completed_by else "started"
     verb = "has" if len(others) == 1 else "have"
     groups = (group for one in behind.completed_by for group in waits.views[one].groups)
@@ -355,9 +360,9 @@ def _not_left(waits: WaitGraph, node_of: Mapping[int, str]) -> Verdict:
     entered = members - unread
     left = sorted(entered - set(ranks))
     have = "has" if len(ranks) == 1 else "have"
-    call = _call_of(group)
+    call = call_of(group)
     evidence = [
-        f"{'' if unread else 'all '}{len(entered)} ranks of {_group_name(group)} have entered "
+        f"{'' if unread else 'all '}{len(entered)} ranks of {group_name(group)} have entered "
         f"{call}",
         f"{ranks_text(ranks)} {have} not left it for {group.waits_s:.1f} s",
     ]
@@ -388,105 +393,30 @@ def _not_left(waits: WaitGraph, node_of: Mapping[int, str]) -> Verdict:
     )
 
 
-def _all_receive(late: Sequence[RankView], waits: WaitGraph, node_of: Mapping[int, str]) -> Verdict:
-    """All stacks show a wait for a message, but the flight recorder has no collective."""
-    ranks = tuple(sorted(view.rank for view in late))
+def _not_delivered(
+    late: Sequence[RankView], waits: WaitGraph, node_of: Mapping[int, str]
+) -> Verdict:
+    """Ranks wait for messages that their peers have called, or that no recorder shows."""
+    peers = waits.undelivered
+    ranks = sorted({*peers, *(one for one in peers.values() if one >= 0)})
+    ranks = ranks or sorted(view.rank for view in late)
+    nodes = nodes_of(ranks, node_of)
+    evidence = [
+        f"rank {rank} has entered {call_of(group)}, which rank {peer} has called too"
+        for rank, peer in sorted(peers.items())
+        for group in waits.views[rank].waiting
+        if group.messages
+    ]
+    evidence += [f"rank {view.rank} is at {short(view.place)}" for view in late if not evidence]
+    unknown = "no recorder shows these messages, so the sender is not known"
     return Verdict(
         kind=VerdictKind.HANG_IN_COMMUNICATION,
         culprits=(),
-        nodes=nodes_of(sorted(ranks), node_of),
+        nodes=nodes,
         victims=tuple(sorted(waits.waiting)),
         text=f"{ranks_text(ranks)} wait for messages that do not arrive",
-        evidence=tuple(f"rank {view.rank} is at {short(view.place)}" for view in late[:_MANY]),
-        counter_evidence=("no recorder shows these messages, so the sender is not known",),
-        confidence=Confidence.POSSIBLE,
+        evidence=tuple(evidence[:_MANY]),
+        counter_evidence=() if peers else (unknown,),
+        confidence=Confidence.LIKELY if peers else Confidence.POSSIBLE,
         fingerprint=f"{VerdictKind.HANG_IN_COMMUNICATION.value} messages",
     )
-
-
-# --- ranks call different collectives ---------------------------------------------------------
-
-
-def _skipped(
-    different: CollectiveMismatch, waits: WaitGraph, node_of: Mapping[int, str]
-) -> Verdict:
-    sides = different.sides
-    fewest = next(iter(sides.values()))
-    is_clear = len(sides) == 2 and len(fewest) * 2 < len(different.calls)
-    if not is_clear:  # a rank that has skipped a call is ahead in its steps
-        ahead = max(waits.views[rank].step for rank in different.calls)
-        in_front = [rank for rank in different.calls if waits.views[rank].step == ahead]
-        is_clear = len(in_front) * 2 <= len(different.calls)
-        fewest = in_front if is_clear else sorted(different.calls)
-    ranks = tuple(fewest)
-    evidence = [f"{ranks_text(side)}: {what}" for what, side in sides.items()]
-    verb = "calls" if len(ranks) == 1 else "call"
-    text = (
-        f"{ranks_text(ranks)} {verb} another collective than the others: #{different.seq:,} of "
-        f"{_group_name(different.group)} is {_sides(sides)}"
-    )
-    if is_clear and (frame := short(waits.views[ranks[0]].place)):
-        text += f"; rank {ranks[0]} is at {frame}"
-    return Verdict(
-        kind=VerdictKind.SKIPPED_COLLECTIVE,
-        culprits=ranks,
-        nodes=nodes_of(sorted(ranks), node_of),
-        victims=tuple(sorted(set(different.calls) - set(ranks))),
-        text=text,
-        evidence=tuple(evidence),
-        counter_evidence=() if is_clear else ("which side is correct cannot be determined",),
-        confidence=Confidence.CERTAIN if is_clear else Confidence.POSSIBLE,
-        act_immediately=True,
-        fingerprint=f"{VerdictKind.SKIPPED_COLLECTIVE.value} {_sides(sides)}",
-    )
-
-
-def _sides(sides: Mapping[str, Sequence[int]]) -> str:
-    return " and ".join(f"{what} on {ranks_text(ranks)}" for what, ranks in sides.items())
-
-
-def _deadlock(waits: WaitGraph, node_of: Mapping[int, str], settings: HangConfig) -> Verdict:
-    ranks = tuple(sorted(waits.circle()))
-    views = [waits.views[rank] for rank in ranks]
-    # Torch counts messages and collectives of a group in one field, which gives no common order.
-    are_counts = any(view.groups and not view.is_recorder_complete for view in views)
-    are_still = all(view.still_s >= settings.no_activity_s for view in views) and not are_counts
-    unknown = "only the counts of their recorders are known, which may be of messages"
-    calls = {rank: _call_of(waits.views[rank].waiting[0]) for rank in ranks[: 2 * _MANY]}
-    return Verdict(
-        kind=VerdictKind.DEADLOCK,
-        culprits=ranks,
-        nodes=nodes_of(sorted(ranks), node_of),
-        victims=tuple(sorted(waits.waiting - set(ranks))),
-        text=f"{ranks_text(ranks)} wait for one another: they call collectives of several "
-        "process groups in different orders",
-        evidence=tuple(
-            f"rank {rank} waits in {call} for {ranks_text(waits.edges[rank])}"
-            for rank, call in calls.items()
-        ),
-        counter_evidence=(unknown,) if are_counts else (),
-        confidence=Confidence.CERTAIN if are_still else Confidence.POSSIBLE,
-        act_immediately=are_still,
-        fingerprint=f"{VerdictKind.DEADLOCK.value} {' '.join(str(rank) for rank in ranks)}",
-    )
-
-
-# --- words ------------------------------------------------------------------------------------
-
-
-def _call_of(group: ProcessGroupView) -> str:
-    if not group.waits_seq:
-        first = group.messages[0]
-        preposition = "to" if first.op == "send" else "from"
-        return f"{first.op} {preposition} rank {first.peer} of {_group_name(group)}"
-    call = group.call(group.waits_seq)
-    op = call.op if call is not None else "a collective"
-    return f"{op} #{group.waits_seq:,} of {_group_name(group)}"
-
-
-def _waited_s(group: ProcessGroupView) -> float:
-    return group.waits_s if group.waits_seq else group.messages[0].waits_s
-
-
-def _group_name(group: ProcessGroupView) -> str:
-    return group_text(group.name, group.desc)

@@ -110,7 +110,8 @@ COMPUTES = 0.1
 _LIBRARIES = ("/torch/", "/site-packages/", "/dist-packages/")
 """Path parts of libraries that compute for the user; a busy loop has no such frame."""
 
-_COMMUNICATION = ("/torch/distributed/distributed_c10d.py", "/torch/distributed/_functional_coll")
+_COMMUNICATION = ("/torch/distributed/distributed_c10d.py", "/torch/distributed/_functional_coll",
+                  "/ftrun/worker/process/message_record.py")  # fmt: skip
 _ACTIVITIES = {
     "debugger": ("/pdb.py", "/bdb.py", "/debugpy/", "/IPython/"),
     "checkpoint": ("/torch/serialization.py", "/torch/distributed/checkpoint/", "/safetensors/",
@@ -148,8 +149,22 @@ class OpenMessage(msgspec.Struct, frozen=True):
     peer: int
     """The other rank."""
     seq: int = 0
-    """Counted by each process group, for messages only."""
+    """Counted by each process group, for messages only; if `is_counted`, as in `MessageCount`."""
     waits_s: float = 0.0
+    tag: int = 0
+    is_counted: bool = False
+    """The rank waits in it now, and `message_counts` of the ranks show whether it was answered."""
+
+
+class MessageCount(msgspec.Struct, frozen=True):
+    """Number of messages of one kind that a rank has called."""
+
+    group: str
+    op: str
+    peer: int
+    """-1: any rank, only for `recv`."""
+    tag: int
+    count: int
 
 
 class ProcessGroupView(msgspec.Struct, frozen=True):
@@ -253,6 +268,10 @@ class RankView(msgspec.Struct, frozen=True):
     """To other machines, the longest stalled first; of many connections only a part."""
     errors: tuple[ErrorLine, ...] = ()
     """Error classes in its logs, read once in a hang."""
+    message_counts: tuple[MessageCount, ...] = ()
+    """Of messages that no flight recorder has; of many only the newest kinds."""
+    left_order: str = ""
+    """How its messages differ from those of its earlier steps; empty: they do not."""
 
     @property
     def waiting(self) -> tuple[ProcessGroupView, ...]:

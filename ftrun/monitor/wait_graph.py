@@ -13,7 +13,8 @@ Rule 3: A rank in a collective waits for the members that have not entered it.
 Rule 4: It also waits for the members in which an older collective is open. If another member has
         completed that one, this member's device is stuck: its host has called the collective.
 Rule 5: A rank whose oldest open message names a peer waits for that peer, if the peer has no open
-        counterpart.
+        counterpart; of counted messages, if the peer has called fewer. A stopped peer completes
+        nothing, whatever it has called.
 Rule 6: If all members are in one collective and starts are recorded, a member that has not started
         while others have is stuck too.
 """
@@ -22,6 +23,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from ftrun.config.profile import HangConfig
+from ftrun.monitor.order.messages import ANY
 from ftrun.monitor.verdicts import CollectiveCall, ProcessGroupView, RankView
 
 _CHECKED = 0.5
@@ -115,6 +117,8 @@ class WaitGraph:
     """Collectives that all ranks have entered, with the ranks that have not left."""
     behind: dict[int, Behind] = field(default_factory=dict)
     """Ranks in which a collective is open that another member has completed."""
+    undelivered: dict[int, int] = field(default_factory=dict)
+    """For each rank in a message that its peer has called too: the peer."""
 
     @property
     def waiting(self) -> set[int]:
@@ -179,6 +183,8 @@ def waits_of(views: Mapping[int, RankView]) -> WaitGraph:
             graph.unknown.update(found - set(views))
             if found:
                 graph.edges.setdefault(rank, set()).update(found)
+            elif group.messages and group.messages[0].is_counted:
+                graph.undelivered[rank] = group.messages[0].peer
             elif group.waits_seq:
                 key = (group.name, group.waits_seq)
                 stuck.setdefault(key, (group, []))[1].append(rank)
@@ -260,13 +266,44 @@ def _unanswered_peers(
     if not group.messages:
         return set()
     first = group.messages[0]
+    if first.peer == ANY:
+        others = members_of(group, views) - {rank}
+        return others if _in_transit(rank, group, first.tag, views) < 0 else set()
     view = views.get(first.peer)
     if view is None:
         return {first.peer}
+    if first.is_counted:
+        is_answered = view.process not in ("T", "t") and _is_answered(rank, group, view, views)
+        return set() if is_answered else {first.peer}
     own = _in_group(view, group.name)
     wanted = ("recv" if first.op == "send" else "send", rank)
     answers = own is not None and any((one.op, one.peer) == wanted for one in own.messages)
     return set() if answers or not view.is_recorder_complete else {first.peer}
+
+
+def _is_answered(
+    rank: int, group: ProcessGroupView, peer: RankView, views: Mapping[int, RankView]
+) -> bool:
+    """Whether the peer has called the counterpart of the counted message that the rank waits in."""
+    first = group.messages[0]
+    if first.op == "send" and _count(peer, group, "recv", ANY, first.tag):
+        return _in_transit(peer.rank, group, first.tag, views) <= 0
+    return _count(peer, group, "recv" if first.op == "send" else "send", rank, first.tag) >= (
+        first.seq
+    )
+
+
+def _in_transit(rank: int, group: ProcessGroupView, tag: int, views: Mapping[int, RankView]) -> int:
+    """Messages that were sent to a rank, less its calls of recv."""
+    others = members_of(group, views) - {rank}
+    sent = sum(_count(views[one], group, "send", rank, tag) for one in others if one in views)
+    return sent - sum(_count(views[rank], group, "recv", one, tag) for one in (*others, ANY))
+
+
+def _count(view: RankView, group: ProcessGroupView, op: str, peer: int, tag: int) -> int:
+    wanted = (group.name, op, peer, tag)
+    found = view.message_counts
+    return next((one.count for one in found if (one.group, one.op, one.peer, one.tag) == wanted), 0)
 
 
 def _in_group(view: RankView, name: str) -> ProcessGroupView | None:

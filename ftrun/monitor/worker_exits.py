@@ -13,7 +13,7 @@ from signal import Signals
 from ftrun.errors import ExitCode
 from ftrun.events import ExitKind, WorkerExit
 from ftrun.ids import Rank
-from ftrun.monitor.hang_detector import find_skipped
+from ftrun.monitor.order.disorder import find_skipped
 from ftrun.monitor.verdicts import RUNTIME, RankView, Verdict, is_in, rank_on_node, ranks_text
 
 SIGKILL = 9

@@ -398,13 +398,13 @@ def verdict_of(cause: WorkerExit, nodes: Sequence[str], of_nodes: Sequence[str] 
 def _cut(view: RankView, verdict: Verdict) -> RankView:
     """A rank for the report; whole stacks only of culprits and of one victim.
 
-    Of its connections, those that have stalled.
+    Of its connections, those that have stalled. Numbers of messages only of these ranks, too.
     """
     stalled = tuple(one for one in view.connections if one.stalled_s)
     view = msgspec.structs.replace(view, connections=stalled)
     if view.rank in (*verdict.culprits, *verdict.victims[:1]):
         return view
-    return msgspec.structs.replace(view, stack=view.stack[:1])
+    return msgspec.structs.replace(view, stack=view.stack[:1], message_counts=())
 
 
 def _summary(verdict: Verdict) -> tuple[object, ...]:

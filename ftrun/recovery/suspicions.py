@@ -311,7 +311,12 @@ class SlowSuspicions:
         ranks: list[RankObservation] = []
         for node, one in new.items():
             ranks += self._rank_samples(node, one, me, now_s)
-        slow = self._stragglers.poll(ranks, self._groups, is_link_slow=link is not None)
+        slow = self._stragglers.poll(
+            ranks,
+            self._groups,
+            is_link_slow=link is not None,
+            may_name=not self._links.is_suspicious,
+        )
         late = self._stragglers.lateness()
         self.lateness_s = {rank: round(one.now_s, 4) for rank, one in late.items()}
         reported = [(rank.rank, rank.calls) for one in new.values() for rank in one.ranks]
@@ -359,6 +364,8 @@ class SlowSuspicions:
                 step=one.step,
                 entered=[(group, seq, at_s - offset_s) for group, seq, at_s in one.entered],
                 clock_error_s=error_s,
+                waited_s=one.waited_s,
+                boundary=one.boundary,
             )
             for one in sample.ranks
             if one.is_training

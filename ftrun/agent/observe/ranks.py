@@ -33,7 +33,7 @@ from ftrun.agent.observe.evidence import BoundedReads
 from ftrun.agent.observe.introspection import RankStack, take_stack
 from ftrun.agent.observe.preflight import free_memory
 from ftrun.agent.observe.proc import ProcessState, SocketStats, process_facts, resident_bytes
-from ftrun.agent.observe.recorder import Recorded, RecorderReader, read_trace
+from ftrun.agent.observe.recorder import Recorded, RecorderReader, read_trace, with_messages
 from ftrun.agent.observe.recorder_dumps import remove_old_dumps, write_dumps
 from ftrun.agent.observe.recorder_memory import newest_call
 from ftrun.config.profile import HangConfig
@@ -45,6 +45,7 @@ from ftrun.monitor.flight_recorder import (
     parse_trace,
     recorded_groups,
 )
+from ftrun.monitor.order.messages import waits_before
 from ftrun.monitor.page_values import decode_backends, quantile_s
 from ftrun.monitor.slow.samples import Entered, NodeSample, RankSample, thinned
 from ftrun.monitor.verdicts import (
@@ -288,11 +289,14 @@ class RankObserver:
             recorded = Recorded(notes=(handle.last_call,) if handle.last_call else ())
         else:
             recorded = self._reader(handle).read(page)
+        recorded = with_messages(recorded, page, is_stopped=facts.state in ("T", "t"))
         return msgspec.structs.replace(
             self._compared(view, facts, stack),
             holds_gil=stack.holds_gil,
             is_gil_known=stack.is_spied,
             groups=self._group_memory.with_times(rank, recorded.groups, clock.now_s()),
+            message_counts=recorded.message_counts,
+            left_order=recorded.left_order,
             is_recorder_complete=recorded.is_complete,
             recorder_notes=recorded.notes,
             stack=stack.frames,
@@ -389,6 +393,9 @@ def _last_calls(handle: WorkerHandle, reader: RecorderReader) -> RankView:
 
 
 SAMPLE_EVERY_S = 1.0
+MEMORY_EVERY_S = 5.0
+"""The kernel adds up the memory of a cgroup for each reader, which takes 0.7 ms."""
+
 _CLOCK_STEP_S = 0.02
 """A larger change of the wall clock between two samples is no slew."""
 
@@ -408,6 +415,7 @@ class Sampler:
         self._last_s = 0.0
         self._sockets = SocketStats()
         self._ahead_s = 0.0
+        self._memory_due_s = 0.0
         self.on_device = False
         """A rank has used a device."""
         self._reported: dict[tuple[int, str], int] = {}
@@ -424,13 +432,17 @@ class Sampler:
         ranks = tuple(self._rank(handle, ahead_s) for handle in handles)
         pids = [handle.pid for handle in handles if handle.child.status is None]
         links = tuple(self._sockets.poll(pids, at_s))
+        available_bytes = 0
+        if at_s >= self._memory_due_s:
+            self._memory_due_s = at_s + MEMORY_EVERY_S
+            available_bytes = max(0, free_memory())
         span_s = at_s - self._last_s if self._last_s else 0.0
         self._last_s = at_s
         self._number += 1
         # Only CPU time counts. A starved rank answers late, and that is when it must be sampled.
         took_s = _BOTH_ENDS * (clock.thread_cpu_s() - cpu_s)
         self._due_s = at_s + max(SAMPLE_EVERY_S, took_s / (COST * len(handles)))
-        return NodeSample(self._number, at_s, span_s, ranks, links, max(0, free_memory()))
+        return NodeSample(self._number, at_s, span_s, ranks, links, available_bytes)
 
     def connections(self, handles: Sequence[WorkerHandle]) -> dict[int, tuple[RankConnection, ...]]:
         """Of each living rank, by its pid."""
@@ -462,10 +474,20 @@ class Sampler:
                     entered.append((entry.group, seq, entry.time_created_ns / 1e9 - ahead_s))
         for group, seq, _ in entered:
             self._reported[rank, group] = max(seq, self._reported.get((rank, group), 0))
+        shown, step = thinned(entered), page.get(HeartbeatField.STEP)
+        waited_s: tuple[float, ...] = ()
+        boundary: tuple[float, float] | None = None
+        if page.get(HeartbeatField.MESSAGES):
+            shown, waited_s = waits_before(shown, page.messages())
+            times = HeartbeatField.STEP_NS, HeartbeatField.WAITED_AT_STEP_NS
+            at_s, total_s = (page.get(one) / 1e9 for one in times)
+            boundary = (at_s, total_s) if page.get(HeartbeatField.STEP) == step else None
         return RankSample(
             rank=rank,
-            step=page.get(HeartbeatField.STEP),
-            entered=thinned(entered),
+            step=step,
+            entered=shown,
+            waited_s=waited_s,
+            boundary=boundary,
             groups=page.groups,
             is_training=page.phase in ("", "train"),
             calls=tuple(page.calls_at_steps),

@@ -37,8 +37,9 @@ from ftrun.monitor.flight_recorder import (
     parse_trace,
     recorded_groups,
 )
-from ftrun.monitor.page_values import Backends, decode_backends
-from ftrun.monitor.verdicts import ProcessGroupView
+from ftrun.monitor.order.messages import left_order, message_counts, with_waited
+from ftrun.monitor.page_values import Backends, decode_backends, decode_groups
+from ftrun.monitor.verdicts import MessageCount, ProcessGroupView
 from ftrun.wire.shared_memory.pages import HeartbeatField, SharedPage, left_calls
 from ftrun.wire.transport.channel import short_socket_path
 
@@ -74,6 +75,24 @@ class Recorded:
     is_complete: bool = True
     """False: a group or message that is missing in `groups` proves nothing."""
     notes: tuple[str, ...] = ()
+    message_counts: tuple[MessageCount, ...] = ()
+    left_order: str = ""
+
+
+def with_messages(recorded: Recorded, page: SharedPage, *, is_stopped: bool) -> Recorded:
+    """With the messages on the page of a rank, which no recorder has.
+
+    A stopped rank waits for nothing: it is the cause of what it does not do.
+    """
+    messages, groups = page.messages(), decode_groups(page.groups)
+    number = 0 if is_stopped else page.get(HeartbeatField.MESSAGE_WAITED)
+    waited = next((one for one in messages if one.number == number), None)
+    return replace(
+        recorded,
+        groups=with_waited(recorded.groups, waited, groups, now_ns=clock.now_ns()),
+        message_counts=message_counts(messages, groups),
+        left_order=left_order(messages, page.get(HeartbeatField.STEP)),
+    )
 
 
 class RecorderReader:

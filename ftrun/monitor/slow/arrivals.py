@@ -11,7 +11,8 @@ Rule 1: A rank that another collective released late is not late for that reason
 Rule 2: A collective is returned only after all ranks have been sampled after it. It is omitted if
         entries are missing in which a rank may have waited, because a missing value is better than
         a wrong one.
-Rule 3: Entries alone do not show whether ranks wait in a collective or continue while it runs
+Rule 3: The time that a rank has waited for messages (send, recv) is not its own delay.
+Rule 4: Entries alone do not show whether ranks wait in a collective or continue while it runs
         (DDP's buckets). If a rank has continued before the others arrived, that proves the second:
         `overlaps`.
 """
@@ -56,6 +57,8 @@ class _Rank:
     """Newest sequence number of each group."""
     entries: list[tuple[float, Key]] = field(default_factory=list)
     """Sorted by time."""
+    waited_s: dict[Key, float] = field(default_factory=dict)
+    """Total time in waits for messages at each entry, if it is not 0."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +92,7 @@ class ArrivalTracker:
         groups: Mapping[str, tuple[int, ...]],
         *,
         seen_s: float,
+        waited_s: Sequence[float] = (),
     ) -> None:
         """Add the collectives that a rank has entered. Repeated entries do no harm.
 
@@ -99,10 +103,16 @@ class ArrivalTracker:
                 nor are collectives of other groups whose ranks may have waited in it.
             seen_s: all entries of the rank up to this time are in `entered`, or were in an earlier
                 call.
+            waited_s: for each of `entered`, the total time in waits for messages until then.
         """
         self._nodes[rank] = node
         mine = self._ranks.setdefault(rank, _Rank())
         mine.seen_s = max(mine.seen_s, seen_s)
+        entered = tuple(entered)
+        mine.waited_s |= {
+            (group, seq): total_s
+            for (group, seq, _), total_s in zip(entered, waited_s, strict=bool(waited_s))
+        }
         for group, seq, at_s in sorted(entered, key=lambda entry: entry[2]):
             if seq <= mine.seqs.get(group, -1):
                 continue
@@ -122,6 +132,8 @@ class ArrivalTracker:
         _forget(self._open)
         if len(mine.entries) > 2 * REMEMBERED:
             del mine.entries[:-REMEMBERED]
+            kept = {key for _, key in mine.entries}
+            mine.waited_s = {key: one for key, one in mine.waited_s.items() if key in kept}
 
     def take(self) -> list[JoinedCollective]:
         """Return collectives that can be judged now, the earliest first; each is returned once."""
@@ -162,10 +174,16 @@ class ArrivalTracker:
             raise LookupError(whole.key)
         started_s = {key: self._went_on_s(one) for key, one in let_go.items()}
         own_s = {
-            rank: at_s if (one := waited[rank]) is None else at_s - started_s[one.key]
+            rank: at_s
+            if (one := waited[rank]) is None
+            else at_s - started_s[one.key] - self._in_messages_s(rank, one.key, whole.key)
             for rank, at_s in whole.times.items()
         }
         return against_the_others(own_s)
+
+    def _in_messages_s(self, rank: int, since: Key, until: Key) -> float:
+        totals_s = self._ranks[rank].waited_s
+        return totals_s[until] - totals_s[since] if {since, until} <= totals_s.keys() else 0.0
 
     def _waited(
         self, rank: int, whole: _Whole, common: _Whole | None, *, of_node: bool

@@ -79,6 +79,8 @@ class PairDelay:
     """Value in the first samples; None if `s_per_mb` is None."""
     past_rtt_s: float | None = None
     """Value in the first samples; None: not known yet. Such a cell is not judged."""
+    newest_s_per_mb: float | None = None
+    """Of the last sample alone; None as for `s_per_mb`, or if the sample is too small."""
 
     @property
     def pair(self) -> Pair:
@@ -144,6 +146,7 @@ def _cell(pair: Pair, kept: _Kept) -> PairDelay:
     samples = [sample for _, sample in kept.observations]
     all_of_it = LinkSample.together(samples)
     is_learnt = len(kept.first_rtt_s) == LEARNT
+    is_bulk = samples[-1].bytes >= BULK_BYTES
     was_bulk = is_learnt and len(kept.first_s_per_mb) > LEARNT // 2
     return PairDelay(
         sender=pair[0],
@@ -154,4 +157,5 @@ def _cell(pair: Pair, kept: _Kept) -> PairDelay:
         retransmits=all_of_it.retransmits,
         past_s_per_mb=median(kept.first_s_per_mb) if was_bulk else None,
         past_rtt_s=median(kept.first_rtt_s) if is_learnt else None,
+        newest_s_per_mb=_s_per_mb(samples[-1]) if was_bulk and is_bulk else None,
     )

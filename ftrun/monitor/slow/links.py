@@ -11,9 +11,10 @@ its senders. A probe decides such a case. A probe between agents waits for no ra
 Rule 1: A cell that uses less than a twentieth of the time is ignored, however slow it is.
 Rule 2: After a repair, the cells of a link recover one by one, because values cover several
         samples. The remaining hot cells of a named location are not reported as another location.
+Rule 3: From the first slow sample on, until a link can be named, no rank is named.
 """
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
@@ -39,8 +40,13 @@ MAX_RATIOS = 3
 """Number of the last ratios of a cell that are kept."""
 SUSTAINED = 2
 """Minimum number among the last `MAX_RATIOS` ratios."""
+ONE_WAY = 2.0
+"""If one direction of a node or a pair is slower by this factor, the other one is slow because its
+acknowledgements wait behind the data of the slow direction."""
 COVER = 0.8
 """Share of a row's or column's cells that must be hot."""
+SAMPLES_TO_NAME = 5
+"""Number of slow samples after which a slow link is named, if it is one."""
 GOOD_SAMPLES = 16
 """Samples after a named location was last found completely slow. Until then its cells are reported
 under no other name."""
@@ -90,6 +96,8 @@ class SlowLinkDetector:
         self._asked_s: dict[Pair, float] = {}
         self._all_slow = 0
         """Number of consecutive samples in which all cells were slower than in their past."""
+        self._suspicious = 0
+        """Number of consecutive samples with a slow cell, up to now."""
         self._found: Verdict | None = None
         """Diagnosis of the last sample; it counts if the next sample gives the same one."""
         self._verdict: Verdict | None = None
@@ -110,6 +118,7 @@ class SlowLinkDetector:
             others = [one for one in cells if one.pair != cell.pair]
             kept = self._ratios.setdefault(cell.pair, deque(maxlen=MAX_RATIOS))
             kept.append(times_slower(cell, others) if cell.busy_share >= COST_SHARE else 1.0)
+        self._suspicious = self._suspicious + 1 if any(map(_is_slow_now, cells)) else 0
         self._all_slow = self._all_slow + 1 if self._are_all_slower() else 0
         self._probes = {
             pair: one for pair, one in self._probes.items() if now_s - one.at_s <= PROBE_LASTS_S
@@ -118,12 +127,17 @@ class SlowLinkDetector:
         found = self._report(hot) if hot else None
         if not hot and self._all_slow >= SUSTAINED:
             found = self._report_all()
-        if self._is_recovering(found, hot):
+        if self._is_recovering(found, hot) or self._is_spreading(hot):
             return self._verdict
         before, self._found = self._found, found
         if _place(before) == _place(found) or found is None:
             self._send(found, hot)
         return self._verdict
+
+    @property
+    def is_suspicious(self) -> bool:
+        """A link has become slow, and there were too few samples to name it: rule 3."""
+        return 0 < self._suspicious <= SAMPLES_TO_NAME
 
     def table(self) -> list[DelayTableCell]:
         hot = self._hot()
@@ -197,6 +211,17 @@ class SlowLinkDetector:
         is_other = found is not None and found.fingerprint != self._named
         return is_other and bool(hot) and set(hot) <= self._named_cells
 
+    def _is_spreading(self, hot: Mapping[Pair, PairDelay]) -> bool:
+        """Whether another cell of the same nodes has just become as slow: the next sample decides.
+
+        A slow node does not show in all of its cells in the same sample.
+        """
+        nodes = {node for pair in hot for node in pair}
+        return any(
+            ratios[-1] >= HOT and pair not in hot and nodes.intersection(pair)
+            for pair, ratios in self._ratios.items()
+        )
+
     def _sustained(self, pair: Pair, factor: float) -> bool:
         return sum(one >= factor for one in self._ratios[pair]) >= SUSTAINED
 
@@ -226,8 +251,9 @@ class SlowLinkDetector:
             for pair, cell in self._cells.items()
             if cell.busy_share >= COST_SHARE and max(self._ratios[pair]) < COLD
         }
-        where, nodes = place_of(set(hot), cold | set(hot))
         worst = max(hot.values(), key=lambda cell: self._ratios[cell.pair][-1])
+        causes = _causes(hot)
+        where, nodes = place_of(causes, cold | causes)
         found = [self._agrees(pair) for pair in hot]
         confidence = Confidence.CERTAIN if True in found else Confidence.LIKELY
         counter_evidence: tuple[str, ...] = ()
@@ -300,6 +326,13 @@ def times_slower(cell: PairDelay, others: Sequence[PairDelay]) -> float:
     return cell.rtt_s / max(RTT_FLOOR_S, _usual(cell.past_rtt_s, now, before))
 
 
+def _is_slow_now(cell: PairDelay) -> bool:
+    now, past = cell.newest_s_per_mb, cell.past_s_per_mb
+    if now is None or past is None or cell.busy_share < COST_SHARE:
+        return False
+    return now >= SUSPECT * max(RATE_FLOOR_S_PER_MB, past)
+
+
 def _usual(past: float, now: Sequence[float], before: Sequence[float]) -> float:
     if len(now) < 2:
         return past
@@ -311,6 +344,24 @@ def _usual(past: float, now: Sequence[float], before: Sequence[float]) -> float:
 
 def _low(figures: Sequence[float]) -> float:
     return sorted(figures)[len(figures) // 4]
+
+
+def _causes(hot: Mapping[Pair, PairDelay]) -> set[Pair]:
+    """The hot cells, without the direction that only carries late acknowledgements."""
+    node = Counter(node for pair in sorted(hot) for node in pair).most_common(1)[0][0]
+    sent = [_slowness(cell) for pair, cell in hot.items() if pair[0] == node]
+    received = [_slowness(cell) for pair, cell in hot.items() if pair[1] == node]
+    found = set(hot)
+    if sent and received and median(sent) >= ONE_WAY * median(received):
+        found = {pair for pair in hot if pair[1] != node}
+    elif sent and received and median(received) >= ONE_WAY * median(sent):
+        found = {pair for pair in hot if pair[0] != node}
+    return found
+
+
+def _slowness(cell: PairDelay) -> float:
+    """Comparable between cells that are hot at the same time."""
+    return cell.rtt_s if cell.s_per_mb is None else cell.s_per_mb
 
 
 def _against_past(cell: PairDelay) -> float:

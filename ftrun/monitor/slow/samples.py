@@ -43,6 +43,12 @@ class RankSample(msgspec.Struct, frozen=True):
     calls: tuple[tuple[int, int], ...] = ()
     """Pairs of a step and the number of collectives called up to it on the default group."""
     resident_bytes: int = 0
+    waited_s: tuple[float, ...] = ()
+    """For each of `entered`: the total time that the rank had waited for messages until then; empty
+    if it has called no message."""
+    boundary: tuple[float, float] | None = None
+    """Of a rank that has called messages: when it completed `step`, and the total time that it had
+    waited until then, for messages and for collectives that Python code calls."""
 
 
 class NodeSample(msgspec.Struct, frozen=True):
@@ -56,7 +62,7 @@ class NodeSample(msgspec.Struct, frozen=True):
     ranks: tuple[RankSample, ...]
     links: tuple[LinkSample, ...] = ()
     available_bytes: int = 0
-    """Memory available on the node, or in its cgroup; 0: not known."""
+    """Memory available on the node, or in its cgroup; 0: not read for this sample."""
 
 
 def thinned(entered: Sequence[Entered]) -> tuple[Entered, ...]:

@@ -18,6 +18,9 @@ Rule 4: If a rank was late from the start and no longer is, all series restart. 
         rank the others were early, and they would now be late against their own past.
 Rule 5: Windows next to a slow link are not judged. After the link has recovered, new windows are
         collected and judged against the same past.
+Rule 6: In a run with messages, the work of each rank in a step is judged too, without its waits,
+        against its own past. A rank that is late in collectives is judged by these alone: others
+        may wait for it inside of C++ code, which looks like their work.
 """
 
 from collections import deque
@@ -27,6 +30,7 @@ from statistics import fmean, median
 
 from ftrun.monitor.slow.arrivals import ArrivalTracker, JoinedCollective
 from ftrun.monitor.slow.lateness import SHARE_OF_STEP, WINDOWS, Lateness, LatenessSeries
+from ftrun.monitor.slow.own_work import OwnWork
 from ftrun.monitor.verdicts import Confidence, Verdict, VerdictKind, ranks_text
 
 FLOOR_S = 0.003
@@ -46,6 +50,8 @@ ADDED = "added"
 """Sum of all waits of a step, which also adds up all clock errors."""
 OF_NODE = "of node"
 """Includes waits that its own node caused."""
+OWN = "own"
+"""The rank's work in a step, without waits, compared with the others; in runs with messages."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +70,9 @@ class RankObservation:
     the previous sample may be included. Messages between two ranks (send, recv) are omitted."""
     clock_error_s: float = 0.0
     """Maximum error of its node's clock relative to the leader's; 0 on the leader's node."""
+    waited_s: Sequence[float] = ()
+    """As in `RankSample`, and `boundary` too; its time is on the clock of the rank's node."""
+    boundary: tuple[float, float] | None = None
 
 
 @dataclass
@@ -76,6 +85,7 @@ class _Record:
             ALONE: LatenessSeries(),
             ADDED: LatenessSeries(may_stand=False),
             OF_NODE: LatenessSeries(),
+            OWN: LatenessSeries(may_stand=False),
         }
     )
 
@@ -98,6 +108,7 @@ class StragglerDetector:
         self.num_windows = 0
         """Number of windows measured so far: a verdict is judged again in each."""
         self._arrivals = ArrivalTracker()
+        self._own = OwnWork()
         self._ranks: dict[int, _Record] = {}
         self._waiting: list[JoinedCollective] = []
         """Collectives of the current, incomplete part."""
@@ -113,6 +124,7 @@ class StragglerDetector:
         groups: Mapping[str, tuple[int, ...]],
         *,
         is_link_slow: bool = False,
+        may_name: bool = True,
     ) -> Verdict | None:
         """Add one sample of the ranks of all nodes, and judge. Some ranks may be missing.
 
@@ -121,22 +133,31 @@ class StragglerDetector:
             groups: ranks of each process group.
             is_link_slow: no further rank is named, because ranks next to a slow link leave each
                 collective later than others.
+            may_name: if false, a link may be slow, and no further rank is named yet.
         """
         for one in samples:
             record = self._ranks.setdefault(one.rank, _Record())
             record.node, record.clock_error_s = one.node, one.clock_error_s
             record.samples.append((one.at_s, one.step))
-            self._arrivals.add(one.rank, one.node, one.entered, groups, seen_s=one.at_s)
+            self._arrivals.add(
+                one.rank, one.node, one.entered, groups, seen_s=one.at_s, waited_s=one.waited_s
+            )
+            if one.boundary is not None:
+                self._own.add(one.rank, one.step, *one.boundary)
         self.step_s = self._step_s()
         for meeting in self._arrivals.take():
             if self.step_s > 0:
                 self._meet(meeting)
+        if window := self._own.take():
+            self.num_windows += 1
+            for rank, more_s in window.items():
+                self._ranks[rank].series[OWN].add(more_s)
         if self._is_beside_slow_link and not is_link_slow:  # Rule 5
             self._waiting, self._parts = [], []
             for series in self._all_series():
                 series.forget_newest()
         self._is_beside_slow_link = is_link_slow
-        return self._verdict(may_name=not is_link_slow)
+        return self._verdict(may_name=may_name and not is_link_slow)
 
     def lateness(self) -> dict[int, Lateness]:
         known = ((rank, one.series[ALONE]) for rank, one in sorted(self._ranks.items()))
@@ -178,8 +199,9 @@ class StragglerDetector:
         for rank, record in self._ranks.items():
             seen = [part.late_s for part in parts if rank in part.late_s[ALONE]]
             if seen:
-                for how, series in record.series.items():
-                    series.add(fmean(late_s[how].get(rank, 0.0) for late_s in seen))
+                for how in (ALONE, ADDED, OF_NODE):
+                    value_s = fmean(late_s[how].get(rank, 0.0) for late_s in seen)
+                    record.series[how].add(value_s)
 
     # --- judging ------------------------------------------------------------------------------
 
@@ -193,8 +215,14 @@ class StragglerDetector:
             for series in self._all_series():
                 series.restart()
             return None
+        if alone or added or of_node:  # Rule 6
+            self._forget_work()
+        own = self._judge(OWN, may_name=may_name)
         together = self._whole_nodes(of_node, set(alone) | set(added))
-        for found, how in ((alone, ALONE), (added, ADDED), (together, OF_NODE)):
+        judged = [(alone, ALONE), (added, ADDED), (together, OF_NODE), (own, OWN)]
+        if set(alone) < set(own):  # a slow stage, and its replicas are not equally slow
+            judged.reverse()
+        for found, how in judged:
             # If all ranks are late, there is no rank to compare them with.
             if found and len(found) < len(self._ranks):
                 return self._report(found, how)
@@ -217,6 +245,15 @@ class StragglerDetector:
             self._has_caught_up |= before is Confidence.POSSIBLE and confidence is None
         return found
 
+    def _forget_work(self) -> None:
+        """Others wait for a late rank, also in the windows before it has caught up."""
+        for record in self._ranks.values():
+            if record.series[OWN].named is None:
+                record.series[OWN].forget_newest()
+
+    def _limit_s(self, rank: int) -> float:
+        return max(SHARE_OF_STEP * self.step_s, self._floor_s(rank))
+
     def _is_outlier(self, rank: int) -> bool:
         """Whether its waits add up to more than those of the other ranks.
 
@@ -225,8 +262,7 @@ class StragglerDetector:
         all_added = {at: one.series[ADDED] for at, one in self._ranks.items()}
         mine_s = all_added.pop(rank).lateness().now_s
         others_s = [one.lateness().now_s for one in all_added.values() if one.is_known]
-        limit_s = max(SHARE_OF_STEP * self.step_s, self._floor_s(rank))
-        return not others_s or mine_s - median(others_s) > limit_s / 2
+        return not others_s or mine_s - median(others_s) > self._limit_s(rank) / 2
 
     def _floor_s(self, rank: int) -> float:
         errors = [one.clock_error_s for at, one in self._ranks.items() if at != rank]
@@ -250,7 +286,10 @@ class StragglerDetector:
         subject = ranks_text(culprits)
         where = f" (all of node {' and of node '.join(nodes)})" if nodes else ""
         is_or_are, pronoun = ("is", "it") if len(culprits) == 1 else ("are", "them")
-        worst_s = max(one.now_s for one in late.values())
+        worst_s = max(one.more_s if how == OWN else one.now_s for one in late.values())
+        does = f"others wait {_short(worst_s)} for {pronoun} in each step"
+        if how == OWN:
+            does = f"{_short(worst_s)} more work in each step than at first, relative to others"
         is_clear = Confidence.LIKELY in found.values() and how != ADDED
         doubt = "many small waits are added up; if ranks compute during them, the sum is too high"
         if how != ADDED:
@@ -260,11 +299,8 @@ class StragglerDetector:
             culprits=culprits,
             nodes=nodes,
             victims=tuple(rank for rank in sorted(self._ranks) if rank not in found),
-            text=(
-                f"{subject}{where} {is_or_are} slow: others wait {_short(worst_s)} for {pronoun} "
-                f"in each step (a step takes {_short(self.step_s)})"
-            ),
-            evidence=tuple(self._evidence(rank, one) for rank, one in late.items()),
+            text=f"{subject}{where} {is_or_are} slow: {does} (a step takes {_short(self.step_s)})",
+            evidence=tuple(self._evidence(rank, one, how) for rank, one in late.items()),
             counter_evidence=() if is_clear else (doubt,),
             confidence=Confidence.LIKELY if is_clear else Confidence.POSSIBLE,
             fingerprint=f"slow computation {','.join(map(str, culprits))}",
@@ -275,11 +311,14 @@ class StragglerDetector:
         theirs = {rank for rank, one in self._ranks.items() if one.node in nodes}
         return nodes if len(culprits) > 1 and theirs == set(culprits) else ()
 
-    def _evidence(self, rank: int, late: Lateness) -> str:
+    def _evidence(self, rank: int, late: Lateness, how: str) -> str:
         before = "" if late.before_s is None else f"; in its first steps {_short(late.before_s)}"
+        does = f"is {_short(late.now_s)} later than the others"
+        if how == OWN:
+            does = f"works {_short(late.now_s)} longer in a step than the others, without its waits"
         return (
-            f"rank {rank} is {_short(late.now_s)} later than the others (median of {WINDOWS} "
-            f"windows{before}; noise {_short(late.noise_s)})"
+            f"rank {rank} {does} (median of {WINDOWS} windows{before}; noise "
+            f"{_short(late.noise_s)})"
         )
 
 

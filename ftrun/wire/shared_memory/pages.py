@@ -23,10 +23,12 @@ from enum import IntEnum
 
 import xxhash
 
+from ftrun.monitor.order.messages import RecordedMessage
 from ftrun.monitor.page_values import FORGET_AT, NUM_BUCKETS, bucket_of
 from ftrun.monitor.repeat_check import BoundaryRecord
+from ftrun.wire.shared_memory.message_ring import RING_BYTES, read_messages
 
-PAGE_BYTES = 53248
+PAGE_BYTES = 53248 + RING_BYTES
 _TIMES_AT = 64  # in words: counts of step times by bucket, then their sum
 _NUM_TIMES_AT = _TIMES_AT + NUM_BUCKETS
 _CALLS_AT = 200  # in words: pairs of a step and the collectives called up to it
@@ -43,6 +45,7 @@ MAX_SAMPLES = 32  # maximum number of parameters of which a boundary record has 
 NUM_RECORDS = 256  # boundary records on a page; a newer record replaces the oldest
 MAX_SAMPLE_NAME_BYTES = 120
 _RECORDS_AT = 12288
+_MESSAGES_AT = 53248
 _RECORD = struct.Struct(f"<IIIIqq{4 * MAX_SAMPLES}s")
 """Check, whether there is a loss, digests that are set, 0, step, bits of the loss, digests."""
 
@@ -95,6 +98,10 @@ class HeartbeatField(IntEnum):
     STEP_NS = 39  # time at which STEP was written last
     LOSS_STEP = 40  # step of LOSS, from 1; written after it
     PERSIST_STEP = 41  # the script waits for a checkpoint of this step; 0: it does not
+    MESSAGES = 42  # number of messages (send, recv) recorded so far
+    MESSAGE_WAITED = 43  # number of the message that the rank waits for; 0: none
+    WAITED_NS = 44  # total time in waits for messages and collectives that Python code has called
+    WAITED_AT_STEP_NS = 45  # WAITED_NS at the end of STEP, written before it
 
 
 class CommandField(IntEnum):
@@ -170,6 +177,8 @@ class SharedPage:
     def __init__(self, fd: int) -> None:
         self._map = mmap.mmap(fd, PAGE_BYTES)
         self._words = memoryview(self._map).cast("q")
+        self.message_memory = memoryview(self._map)[_MESSAGES_AT:]
+        """For `ftrun.wire.shared_memory.message_ring`."""
         self._floats = memoryview(self._map).cast("d")
 
     def get(self, at: HeartbeatField | CommandField) -> int:
@@ -294,6 +303,15 @@ class SharedPage:
             if xxhash.xxh32_intdigest(body) == check:
                 found[step] = BoundaryRecord(loss if known else None, has_digest, digests)
         return found
+
+    def messages(self) -> list[RecordedMessage]:
+        """The newest messages between this rank and others, the oldest first."""
+        newest = self._words[HeartbeatField.MESSAGES]
+        if not newest:
+            return []
+        raw = bytes(self.message_memory)
+        after = self._words[HeartbeatField.MESSAGES]
+        return list(read_messages(raw, newest=newest, newest_after=after))
 
 
 def create_page(name: str) -> int:

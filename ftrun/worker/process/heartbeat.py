@@ -27,6 +27,7 @@ from ftrun.wire.messages.worker import read_by_device
 from ftrun.wire.shared_memory.pages import HeartbeatField, SharedPage
 from ftrun.worker.context import WorkerContext, worker_context
 from ftrun.worker.process import introspection as visibility
+from ftrun.worker.process import message_record
 
 _log = logging.getLogger(__name__)
 
@@ -96,9 +97,11 @@ def install(*, started_with: dict[str, str], bound_with: dict[str, str] | None =
 def step_done(page: SharedPage, step: int) -> None:
     now_ns = clock.now_ns()
     visibility.publish_groups(page)
-    page.note_calls(step, visibility.calls_so_far())
+    calls = visibility.calls_so_far()
+    page.note_calls(step, calls and calls - message_record.calls_of_default_group())
     if page.get(HeartbeatField.FIRST_STEP_NS):
         page.count_step(now_ns - page.get(HeartbeatField.STEP_NS))
+    page.set(HeartbeatField.WAITED_AT_STEP_NS, page.get(HeartbeatField.WAITED_NS))
     page.set(HeartbeatField.STEP, step)
     page.set(HeartbeatField.STEP_NS, now_ns)
     page.set(HeartbeatField.HEARTBEAT_NS, now_ns)
@@ -208,6 +211,7 @@ def _time_init_group(context: WorkerContext) -> None:
             context.page.set(HeartbeatField.INIT_GROUP_NS, clock.now_ns())
         try:
             visibility.start_server(context)
+            message_record.install(context.page)
         except Exception as error:  # noqa: BLE001 - a bug in ftrun must not end the script
             _log.warning("a bug in ftrun: no flight recorder of this rank", exc_info=error)
         return result

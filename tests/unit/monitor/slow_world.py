@@ -9,8 +9,8 @@ groups, speeds and random values differ.
 """
 
 import random
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from ftrun.monitor.slow.stragglers import RankObservation
 
@@ -38,7 +38,15 @@ class Wait:
     """Waits for all collectives that were started without waiting."""
 
 
-Program = Sequence[Compute | Meet | Wait]
+@dataclass(frozen=True)
+class Pass:
+    """A message from each of these ranks to another one; both wait until the other has called."""
+
+    to: Mapping[int, int]
+
+
+Operation = Compute | Meet | Wait | Pass
+Program = Sequence[Operation]
 
 
 def everyone(ranks: int) -> Groups:
@@ -74,6 +82,21 @@ def tensor_parallel(
     return [*program, Compute(step_s * 0.1), Meet(columns)]
 
 
+def pipeline(*, batches: int = 2, work_s: float = 0.02) -> list[Operation]:
+    """Two stages of two replicas each: activations up, gradients back, a collective of each stage.
+
+    Rank = stage * 2 + replica.
+    """
+    up = {0: 2, 1: 3}
+    down = {later: first for first, later in up.items()}
+    program: list[Operation] = []
+    for _ in range(batches):
+        program += [Compute(work_s), Pass(up)]
+    for _ in range(batches):
+        program += [Compute(work_s), Pass(down)]
+    return [*program, Meet({"s0": (0, 1), "s1": (2, 3)})]
+
+
 @dataclass
 class SlowWorld:
     """One run. `slow[rank]` may be changed between two observations."""
@@ -101,7 +124,12 @@ class SlowWorld:
         self._time = [0.0] * self.ranks
         self._open: list[list[float]] = [[] for _ in range(self.ranks)]
         self._entries: list[list[tuple[str, int, float]]] = [[] for _ in range(self.ranks)]
+        self._entry_waits: list[list[float]] = [[] for _ in range(self.ranks)]
         self._seq: dict[str, int] = {}
+        self._waited = [0.0] * self.ranks
+        """In messages."""
+        self._boundaries = [(0.0, 0.0)] * self.ranks
+        self._has_messages = any(isinstance(one, Pass) for one in self.program)
         nodes = 1 + (self.ranks - 1) // self.ranks_per_node
         error_s = self.clock_error_s
         self._wrong_s = [0.0] + [self._chance.uniform(-error_s, error_s) for _ in range(1, nodes)]
@@ -121,6 +149,7 @@ class SlowWorld:
             for one in self.program:
                 self._do(one)
             self.step += 1
+            self._boundaries = list(zip(self._time, self._waited, strict=True))
             while max(self._time) >= due_s:
                 yield [self.poll(rank, max(self._time)) for rank in range(self.ranks)]
                 due_s += self.sample_s
@@ -130,12 +159,22 @@ class SlowWorld:
         wrong_s = self._wrong_s[node]
         entered = [(group, seq, t + wrong_s) for group, seq, t in self._entries[rank]]
         error_s = self.clock_error_s if node else 0.0
-        return RankObservation(rank, f"node{node}", at_s, self.step, entered, error_s)
+        found = RankObservation(rank, f"node{node}", at_s, self.step, entered, error_s)
+        if self._has_messages:
+            waits_s, boundary = tuple(self._entry_waits[rank]), self._boundaries[rank]
+            found = replace(found, waited_s=waits_s, boundary=boundary)
+        return found
 
-    def _do(self, one: Compute | Meet | Wait) -> None:
+    def _do(self, one: Operation) -> None:
         if isinstance(one, Compute):
             for rank in range(self.ranks):
                 self._time[rank] += self._seconds(rank, one.seconds)
+        elif isinstance(one, Pass):
+            for sender, receiver in one.to.items():
+                done_s = max(self._time[sender], self._time[receiver])
+                for rank in (sender, receiver):
+                    self._waited[rank] += done_s - self._time[rank]
+                    self._time[rank] = done_s
         elif isinstance(one, Meet):
             for group, members in one.groups.items():
                 self._meet(group, members, one)
@@ -155,6 +194,8 @@ class SlowWorld:
         for rank in members:
             self._entries[rank].append((group, seq, self._time[rank]))
             del self._entries[rank][: -self.kept]
+            self._entry_waits[rank].append(self._waited[rank])
+            del self._entry_waits[rank][: -self.kept]
         done_s = max(self._time[rank] for rank in members) + one.transfer_s
         for rank in members:
             if one.waits:

@@ -79,6 +79,24 @@ def test_a_victim_in_one_group_is_no_culprit_in_the_next() -> None:
     assert by_key["all", 2] == {0: 0.0, 1: 0.0, 2: 0.0, 3: 0.0}
 
 
+def test_a_wait_for_a_message_is_no_delay_of_the_rank() -> None:
+    """Rank 1 enters 4 s after rank 0, and has waited for a message for 3 s of them."""
+    found = ArrivalTracker()
+    for rank, at_s, waited_s in ((0, 2.0, 0.0), (1, 6.0, 3.0)):
+        entered, waits = [("t0", 1, 1.0), ("t0", 2, at_s)], (7.0, 7.0 + waited_s)
+        found.add(rank, "a", entered, GROUPS, seen_s=9.0, waited_s=waits)
+    assert [late(one) for one in found.take()] == [{0: 0.0, 1: 0.0}, {0: -1.0, 1: 1.0}]
+
+
+def test_waits_are_forgotten_with_their_entries(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arrivals, "REMEMBERED", 2)
+    found = ArrivalTracker()
+    for seq in range(1, 9):
+        for rank in (0, 1):
+            found.add(rank, "a", [("t0", seq, seq)], GROUPS, seen_s=seq, waited_s=(1.0,))
+    assert len(found._ranks[0].waited_s) <= 5
+
+
 def test_what_two_ranks_of_a_node_have_in_common_is_the_nodes_own() -> None:
     entries = joined(START, inner((1.0, 1.0), (4.0, 4.0)), everyone(2, 2.0, 2.0, 5.0, 5.0))
     found = meetings(entries, nodes=("a", "a", "b", "b"))

@@ -15,6 +15,7 @@ from ftrun.monitor.slow.links import (
     MAX_RATIOS,
     PROBE_EVERY_S,
     PROBE_LASTS_S,
+    SAMPLES_TO_NAME,
     LinkProbeReading,
     SlowLinkDetector,
     place_of,
@@ -128,6 +129,47 @@ def test_the_place_is_reported_by_its_cells(place: str, nodes: int) -> None:
         assert len(found) >= 10 - MAX_RATIOS - 1
         hot = {(cell.sender, cell.receiver) for cell in network.links.table() if cell.is_hot}
         assert hot == set(network.slow)
+
+
+@pytest.mark.parametrize("place", ["cell", "row", "column"])
+def test_late_acknowledgements_of_the_other_direction_are_no_place(place: str) -> None:
+    cells_of, words = PLACES[place]
+    network = learnt(4)
+    cells = cells_of(network, "n1")
+    network.slow = {pair[::-1]: 15.0 for pair in cells} | dict.fromkeys(cells, 60.0)
+    found = network.verdict()
+    assert found.text.startswith(words.format("n1")), found.text
+    assert len(found.evidence) == 2 * len(cells), "all slow cells are evidence"
+
+
+def test_a_node_whose_cells_become_slow_one_by_one_has_one_name() -> None:
+    network = learnt(4)
+    found = []
+    for pair in column(network, "n1"):
+        network.slow[pair] = 40.0
+        found += network.samples(2)
+    found += network.samples(4)
+    texts = {one.fingerprint for one in found if one is not None}
+    assert texts == {"slow communication what node n1 receives"}
+
+
+def test_from_the_first_slow_sample_on_a_link_is_suspicious_for_a_while() -> None:
+    network = learnt(4)
+    assert not network.links.is_suspicious
+    network.slow = {("n1", "n2"): 40.0}
+    seen = []
+    while network.poll() is None:
+        seen.append(network.links.is_suspicious)
+    assert seen
+    assert all(seen)
+    network.samples(SAMPLES_TO_NAME)
+    assert not network.links.is_suspicious
+    network.slow.clear()
+    network.samples(3)
+    network.far_s = {("n1", "n2"): 1.0}
+    network.mb = 0.001
+    network.samples(3)
+    assert not network.links.is_suspicious, "samples are too small"
 
 
 def test_on_a_ring_a_node_shows_in_the_two_cells_it_has() -> None:

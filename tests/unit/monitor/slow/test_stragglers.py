@@ -18,6 +18,7 @@ from tests.unit.monitor.slow_world import (
     Wait,
     ddp,
     everyone,
+    pipeline,
     tensor_parallel,
 )
 
@@ -291,6 +292,76 @@ def test_what_was_late_next_to_a_slow_link_is_not_named_once_that_is_mended() ->
     assert watched(world, 40, detector) == []
     world.slow[2] = 2.0
     assert watched(world, 30, detector)[-1][1].culprits == (2,)
+
+
+def test_while_a_link_may_be_slow_no_rank_is_named() -> None:
+    world, detector = warm_ddp()
+    world.slow[2] = 2.0
+    for samples in world.run(30):
+        assert detector.poll(samples, world.groups, may_name=False) is None
+    assert watched(world, 4, detector)[-1][1].culprits == (2,)
+
+
+# --- stages of a pipeline ---------------------------------------------------------------------
+
+
+def stages(seed: int = 3) -> tuple[SlowWorld, StragglerDetector]:
+    world = SlowWorld(4, pipeline(), seed, noise=0.03, ranks_per_node=4)
+    detector = StragglerDetector()
+    assert watched(world, 200, detector) == []
+    return world, detector
+
+
+@pytest.mark.parametrize("slow", [(2, 3), (0, 1), (3,), (0,)])
+def test_a_slow_stage_or_replica_is_named_and_no_stage_that_waits(slow: tuple[int, ...]) -> None:
+    world, detector = stages()
+    world.slow = dict.fromkeys(slow, 2.0)
+    found = [verdict for _, verdict in watched(world, 200, detector)]
+    assert {one.culprits for one in found} == {slow}
+    assert {one.victims for one in found} == {tuple({0, 1, 2, 3} - set(slow))}
+    assert found[-1].confidence is Confidence.LIKELY
+    world.slow.clear()
+    ending = {verdict.culprits for _, verdict in watched(world, 100, detector)}
+    assert ending <= {slow}, "ranks that waited are not named afterwards"
+    assert watched(world, 100, detector) == []
+
+
+@pytest.mark.parametrize("sample_s", [0.5, 1.0, 2.0])
+def test_ranks_that_waited_for_a_slow_replica_are_not_named_after_it(sample_s: float) -> None:
+    """Only the replicas of the last stage meet in a collective, in which a wait is like work."""
+    program = [*pipeline()[:-1], Meet({"s1": (2, 3)})]
+    world = SlowWorld(4, program, 5, noise=0.03, ranks_per_node=4, sample_s=sample_s)
+    detector = StragglerDetector()
+    assert watched(world, 400, detector) == []
+    for _ in range(3):
+        world.slow = {3: 2.0}
+        named = {verdict.culprits for _, verdict in watched(world, 200, detector)}
+        world.slow.clear()
+        named |= {verdict.culprits for _, verdict in watched(world, 200, detector)}
+        assert named == {(3,)}
+
+
+def test_a_slow_stage_is_described_by_its_work() -> None:
+    world, detector = stages()
+    world.slow = {2: 2.0, 3: 2.0}
+    found = watched(world, 200, detector)[-1][1]
+    assert found.text.startswith("ranks 2 and 3 are slow: ")
+    assert "more work in each step than at first, relative to others" in found.text
+    assert "longer in a step than the others, without its waits" in found.evidence[0]
+
+
+def test_replicas_of_a_slow_stage_that_are_not_equally_slow_are_named_together() -> None:
+    world, detector = stages()
+    world.slow = {2: 2.0, 3: 2.0}
+    assert watched(world, 200, detector)[-1][1].culprits == (2, 3)
+    world.slow = {2: 2.0, 3: 2.6}
+    assert {one.culprits for _, one in watched(world, 100, detector)} == {(2, 3)}
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_on_healthy_pipelines_none_is_named(seed: int) -> None:
+    world = SlowWorld(4, pipeline(), seed, noise=0.2)
+    assert watched(world, 300, StragglerDetector()) == []
 
 
 def test_within_the_error_of_the_clocks_none_is_named() -> None:

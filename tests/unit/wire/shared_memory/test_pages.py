@@ -1,8 +1,17 @@
-"""The newest boundary records of a heartbeat page are kept, and a torn one is not read."""
+"""The newest records and messages of a heartbeat page are kept, and a torn one is not read."""
 
 import mmap
+from dataclasses import replace
 
+from ftrun.monitor.order.messages import ANY, RecordedMessage
 from ftrun.monitor.repeat_check import BoundaryRecord
+from ftrun.wire.shared_memory.message_ring import (
+    CAPACITY,
+    read_messages,
+    write_end,
+    write_message,
+    write_wait,
+)
 from ftrun.wire.shared_memory.pages import (
     MAX_SAMPLES,
     NUM_RECORDS,
@@ -57,3 +66,36 @@ def test_a_torn_record_is_left_out() -> None:
     at = whole.find(DIGESTS)
     whole[at + 100] ^= 1  # as after a kill in the middle of a write
     assert sorted(page.records()) == [2]
+
+
+def message(number: int) -> RecordedMessage:
+    return RecordedMessage(number, 3, 10, 0, 0, 0, 0xFFFFFFFF, 7, number, ANY, is_send=False)
+
+
+def test_messages_come_back_in_order_with_their_waits() -> None:
+    page = SharedPage(create_page("test"))
+    assert page.messages() == []
+    for number in range(1, CAPACITY + 3):
+        write_message(page.message_memory, message(number))
+        page.set(HeartbeatField.MESSAGES, number)
+    newest = CAPACITY + 2
+    write_wait(page.message_memory, newest, 20)
+    write_end(page.message_memory, newest, 30, 40)
+    write_wait(page.message_memory, 1, 99)  # it is not in the ring any more
+    write_end(page.message_memory, 1, 99, 99)
+    found = page.messages()
+    # The oldest place may be in the middle of being written.
+    assert [one.number for one in found] == list(range(4, newest + 1))
+    assert found[-1] == replace(message(newest), waited_ns=20, ended_ns=30, total_ns=40)
+    assert found[:-1] == [message(number) for number in range(4, newest)]
+
+
+def test_messages_that_were_overwritten_during_a_read_are_left_out() -> None:
+    page = SharedPage(create_page("test"))
+    for number in range(1, 11):
+        write_message(page.message_memory, message(number))
+    raw = bytes(page.message_memory)
+    found = read_messages(raw, newest=10, newest_after=CAPACITY + 3)
+    assert [one.number for one in found] == [5, 6, 7, 8, 9, 10]
+    found = read_messages(raw, newest=12, newest_after=12)
+    assert [one.number for one in found] == list(range(1, 11)), "two are not written"
