@@ -412,6 +412,7 @@ class AgentSmpClient:
             case smp_messages.ParityRegionCreated():
                 self.memory.retain_parity_region(body.slot, *received.fds)
             case smp_messages.MemoryNeeded():
+                self._holds_more |= body.num_freed > self.needed.num_freed
                 self.needed = body
             case smp_messages.ParityRegionFreed():
                 self.memory.drop_parity_region(body.slot)

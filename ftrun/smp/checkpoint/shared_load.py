@@ -26,8 +26,9 @@ import msgspec
 import xxhash
 
 from ftrun import clock
-from ftrun.errors import CheckpointError, LayoutUnknown, SnapshotCorrupt
+from ftrun.errors import CheckpointError, LayoutUnknown, MemoryTooSmall, SnapshotCorrupt
 from ftrun.ids import Rank, Version, version
+from ftrun.linux import available_memory
 from ftrun.smp.checkpoint.index import CheckpointIndex, ShardFile
 from ftrun.smp.checkpoint.reader import (
     CheckpointFiles,
@@ -269,7 +270,8 @@ def load_share(
 ) -> tuple[list[int], SharedLoad | None]:
     """Fill arenas with this node's share; return their descriptors, and the load if incomplete.
 
-    Raises MemoryTooSmall if the arenas do not fit. Raises CheckpointError, SnapshotCorrupt,
+    `check` raises MemoryTooSmall if this number of bytes does not fit. Then arenas of one slot are
+    made, and MemoryTooSmall is raised if these do not fit either. Raises CheckpointError, SnapshotCorrupt,
     LayoutUnknown or OSError if the checkpoint cannot be used.
     """
     node, shards = load_group.node, {shard.rank: shard for shard in index.shards}
@@ -283,7 +285,12 @@ def load_share(
     own = [shards[rank] for rank in ranks[node]]
     shapes = [_shape(shard, index.world_size) for shard in own]
     check_sizes(source, own)
-    check(sum(shape.total_bytes for shape in shapes))
+    try:
+        check(sum(shape.total_bytes for shape in shapes))
+    except MemoryTooSmall:
+        # To restore from, one slot is enough. The ranks free it when they capture through pools.
+        shapes = [replace(shape, num_slots=1) for shape in shapes]
+        available_memory().check(sum(shape.total_bytes for shape in shapes))
     fds: list[int] = []
     try:
         fds.extend(create(shape) for shape in shapes)

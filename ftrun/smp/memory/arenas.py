@@ -26,6 +26,7 @@ from ftrun.snapshot.layout import PIECE_BYTES
 from ftrun.wire.crash_points import crash_point
 from ftrun.wire.messages.smp import ShardOffer
 from ftrun.wire.shared_memory.arena import (
+    NUM_SLOTS,
     ArenaShape,
     SlotHeader,
     SlotState,
@@ -37,6 +38,7 @@ from ftrun.wire.shared_memory.arena import (
     void_slots,
 )
 
+LIMIT_NAME = "snapshot.max_memory_gb of the profile"
 _SPARE_PIECES = 64
 _log = logging.getLogger(__name__)
 
@@ -84,6 +86,12 @@ class ArenaStore:
         self._making: dict[Rank, Allocation] = {}
         self._prepared: dict[Rank, tuple[int, ArenaShape]] = {}
         """Descriptors of memory for layouts that are not known yet."""
+        self.limit_bytes = 0
+        """Limit of the profile for snapshots on this node; 0: none."""
+        self.pool_bytes = 0
+        """Bytes of capture pools, which count against the limit."""
+        self.num_freed = 0
+        """Arenas that were freed for capture pools."""
         self.after_add: Callable[[SmpArena], None] = lambda _: None
 
     @property
@@ -97,6 +105,23 @@ class ArenaStore:
     @property
     def _prepared_bytes(self) -> int:
         return sum(shape.total_bytes for _, shape in self._prepared.values())
+
+    def available(self) -> AvailableMemory:
+        """Free memory, or what the limit of the profile leaves, if that is less."""
+        found = self._available()
+        if not self.limit_bytes:
+            return found
+        making = sum(one.num_bytes for one in self._making.values())
+        left = max(0, self.limit_bytes - self.allocated_bytes - self.pool_bytes - making)
+        return min(found, AvailableMemory(left, LIMIT_NAME), key=lambda one: one.num_bytes)
+
+    def pool_room(self, least_bytes: int, state_bytes: int) -> int:
+        """Bytes that capture pools may take together; raises MemoryTooSmall if they are too few."""
+        half = self._available()
+        half = replace(half, num_bytes=half.num_bytes // 2)
+        room = min(self.available(), half, key=lambda one: one.num_bytes)
+        room.check(least_bytes, state_bytes=state_bytes)
+        return room.num_bytes
 
     def all(self) -> list[SmpArena]:
         """Every arena, by rank, the older first: the order of MemoryHandedOver and AdoptMemory."""
@@ -113,7 +138,7 @@ class ArenaStore:
         self._wanted[rank] = total_bytes
         # Read before `_needed_bytes`, because jobs allocate concurrently. In the other order, bytes
         # allocated between the two reads would count twice: as needed and as no longer available.
-        available = self._available()
+        available = self.available()
         num_ranks = len({one for one, wanted in self._wanted.items() if wanted} | {*self._prepared})
         available.check(self._needed_bytes, state_bytes=image_bytes, num_ranks=num_ranks)
 
@@ -144,7 +169,7 @@ class ArenaStore:
         return sum(needed.values())
 
     def check(self, more_bytes: int) -> None:
-        self._available().check(self._needed_bytes + more_bytes)
+        self.available().check(self._needed_bytes + more_bytes)
 
     def reserve(self, rank: Rank, image_bytes: int, *, world_size: int) -> None:
         """Reserve two slots, less the rank's arena of this world size; raises MemoryTooSmall."""
@@ -153,7 +178,8 @@ class ArenaStore:
         shapes = [arena.shape for arena in self.of(rank)]
         if rank in self._prepared:
             shapes.append(self._prepared[rank][1])
-        sizes = (shape.total_bytes for shape in shapes if shape.world_size == world_size)
+        own = (shape for shape in shapes if shape.world_size == world_size)
+        sizes = (shape.total_bytes for shape in own if shape.num_slots == NUM_SLOTS)
         has = max(sizes, default=0)
         self.promise(rank, max(0, total - has), image_bytes=image_bytes)
 
@@ -292,6 +318,23 @@ class ArenaStore:
                 )
                 if not is_filling and not arena.holds(committed):
                     self._free(arena)
+
+    def free_unless_committed(self, committed: Version | None) -> int:
+        """Free the arenas that are of no use to ranks with capture pools; return how many.
+
+        Arenas with two slots and the committed version stay.
+        """
+        freed = [
+            arena
+            for arena in self.all()
+            if committed is None
+            or arena.shape.num_slots < NUM_SLOTS
+            or not arena.holds(committed)
+        ]
+        for arena in freed:
+            self._free(arena)
+        self.num_freed += len(freed)
+        return len(freed)
 
     def put_instead(self, fds: Collection[int], generation: Generation) -> None:
         self.free()

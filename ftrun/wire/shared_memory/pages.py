@@ -120,6 +120,7 @@ class CommandField(IntEnum):
     PERSISTED_STEP = 17
     CAPTURE_FROM = 18  # one more snapshot, at the first possible boundary from this step; -1: none
     PERSIST_EVERY = 19  # multiples of this step get a snapshot too, for a checkpoint; 0: none
+    POOLED = 20  # 1: ranks capture through pools, for requested checkpoints only
 
 
 _NONE_YET = (
