@@ -327,9 +327,7 @@ class ArenaStore:
         freed = [
             arena
             for arena in self.all()
-            if committed is None
-            or arena.shape.num_slots < NUM_SLOTS
-            or not arena.holds(committed)
+            if committed is None or arena.shape.num_slots < NUM_SLOTS or not arena.holds(committed)
         ]
         for arena in freed:
             self._free(arena)

@@ -154,11 +154,10 @@ class CapturePools:
         self._changed()
         crash_point("smp.pool.created")
         for rank, (requester, _) in waiting.items():
-            fd = self.fds.get(rank)
-            if fd is None:
-                requester.send(_BUG)
+            if rank in self.fds:
+                requester.send(worker_messages.PoolGranted(rank), fds=(self.fds[rank],))
             else:
-                requester.send(worker_messages.PoolGranted(rank), fds=(fd,))
+                requester.send(_BUG)
 
 
 def _refused(error: OSError, wanted: Mapping[Rank, int]) -> MemoryTooSmall:

@@ -95,6 +95,7 @@ class HeartbeatField(IntEnum):
     STEP_NS = 39  # time at which STEP was written last
     LOSS_STEP = 40  # step of LOSS, from 1; written after it
     PERSIST_STEP = 41  # the script waits for a checkpoint of this step; 0: it does not
+    POOL_WAIT_NS = 42  # for which the training waited in the last capture through a pool
 
 
 class CommandField(IntEnum):

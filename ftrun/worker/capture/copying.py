@@ -48,11 +48,16 @@ BOUNDARY_BYTES = 1 << 14
 samples."""
 
 
-def is_lazy(source: TensorSource, boundary_names: Collection[str]) -> bool:
+def is_lazy(
+    source: TensorSource,
+    boundary_names: Collection[str],
+    *,
+    boundary_bytes: int = BOUNDARY_BYTES,
+) -> bool:
     tensor = source.tensor
     if source.when is not CopyTiming.LAZY or source.name in boundary_names or not tensor.numel():
         return False
-    is_small = tensor.device.type == "cpu" and tensor.nbytes <= BOUNDARY_BYTES
+    is_small = tensor.device.type == "cpu" and tensor.nbytes <= boundary_bytes
     if is_small or (tensor.device.type != "cpu" and device_at(tensor.device) is None):
         return False
     return not tensor.is_inference()  # it has no version counter
@@ -132,7 +137,8 @@ class SlotCopy:
         """Wait for all work on the devices of the sources, in whatever stream it is."""
         synchronize((*self.boundary_sources, *(one.source for one in self.lazy)))
 
-    def copy_lazy(self, table: memoryview) -> None:
+    def copy_lazy(self, table: memoryview) -> list[str]:
+        """Copy the rest; return the names of sources that have changed since the boundary."""
         for state, target in self.provided:
             state.write(target)
         if self.whole_targets:
@@ -144,6 +150,7 @@ class SlotCopy:
             # Nearly in file order, so that live capture can write the file before the copy ends.
             self._digest_packs(table)
             self._copy_cuts(table)
+        return []  # samples show a change, see `lazy_check`
 
     def _digest_packs(self, table: memoryview) -> None:
         for index, view in self.packed:
@@ -277,13 +284,22 @@ def entry_view(data: torch.Tensor, entry: LayoutEntry) -> torch.Tensor:
     return raw.view(dtype).view(entry.shape)
 
 
-def names_at_boundary(sources: Sequence[TensorSource], boundary_names: Collection[str]) -> set[str]:
+def names_at_boundary(
+    sources: Sequence[TensorSource],
+    boundary_names: Collection[str],
+    *,
+    boundary_bytes: int = BOUNDARY_BYTES,
+) -> set[str]:
     """Names of the sources that are copied at the boundary, because others may change later.
 
     A buffer may be a view of a parameter. A change of the buffer then changes the parameter, so
     sources that share memory with a boundary source are included.
     """
-    found = {source.name for source in sources if not is_lazy(source, boundary_names)}
+    found = {
+        source.name
+        for source in sources
+        if not is_lazy(source, boundary_names, boundary_bytes=boundary_bytes)
+    }
     changing = {_memory(source) for source in sources if source.when is CopyTiming.BOUNDARY}
     return found | {source.name for source in sources if _memory(source) in changing}
 

@@ -152,6 +152,14 @@ class SlotProvider:
     def inherit(self, arena: Arena) -> None:
         self._inherited = arena
 
+    def release(self) -> None:
+        """Leave all memory: this rank captures through a pool. No copy is in progress."""
+        if self._preparing is not None:
+            self._preparing.join()
+        if self._prepared is not None:
+            self._prepared[1].close()
+        self.current = self._inherited = self._prepared = self._refusal = None
+
     def prepare(self, expected: Layout) -> None:
         """Allocate memory for the first arena in a thread, in the size of the expected layout."""
         image_bytes = expected.image_bytes + expected.plain_capacity
@@ -354,8 +362,8 @@ class SlotProvider:
             return None
         layout, layout_id = self._layout(shape, plain_bytes, capacity)
         has = arena.shape
-        wanted = (layout_id, layout.image_bytes, len(layout.pieces))
-        if (has.layout_id, has.image_bytes, has.num_pieces) != wanted:
+        wanted = (layout_id, layout.image_bytes, len(layout.pieces), NUM_SLOTS)
+        if (has.layout_id, has.image_bytes, has.num_pieces, has.num_slots) != wanted:
             return None
         return ArenaSlots(arena, layout, layout_id, shape)
 
@@ -408,7 +416,7 @@ class SlotProvider:
 
 def _plain_capacity(arena: Arena) -> int:
     """Bytes for plain values in an arena with a sealed slot; 0 without a sealed slot."""
-    for slot in range(NUM_SLOTS):
+    for slot in range(arena.shape.num_slots):
         if arena.header(slot).state is SlotState.SEALED:
             try:
                 return parse_header(arena.image(slot))[0].plain_capacity
