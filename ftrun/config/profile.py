@@ -21,6 +21,10 @@ class _Section(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 # fmt: off
+MEMORY_LIMIT = "snapshot.max_memory_gb of the profile"
+"""Names the limit in a `MemoryTooSmall`."""
+
+
 class SnapshotConfig(_Section, frozen=True, kw_only=True):
     """Snapshots in memory."""
 

@@ -1,15 +1,31 @@
-"""With memory for less than two slots, checkpoints are captured through pools."""
+"""With memory for less than two slots, checkpoints are captured through pools.
+
+Most tests train in this process against a real SMP, and order the checkpoints in place of an agent.
+"""
 
 import os
 import re
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
 
+from ftrun import clock
+from ftrun.wire.messages import checkpoint as checkpoint_messages
+from ftrun.wire.messages import smp as smp_messages
+from ftrun.wire.shared_memory.pages import CommandField, HeartbeatField
+from ftrun.worker.session import Session
+from ftrun.worker.targets import pool_capture
 from tests.integration.conftest import Run, Start, script, start
+from tests.integration.in_process_worker import TIMEOUT_S
+from tests.integration.in_process_worker import Run as Worker
 
 __all__ = ["script", "start"]
 
@@ -113,3 +129,114 @@ def test_kills_of_a_rank_and_of_the_smp_change_no_bit(
     assert run.wait() == 0, run.text
     assert len(run.journal("generation_started")) == 2
     assert digests(tmp_path, "pooled") == digests(tmp_path, "plain")
+
+
+# --- one rank in this process ------------------------------------------------------------------
+
+MB = 10**6
+SHAPE = (1200, 1000)
+ONE_TENSOR = 4 * 1200 * 1000
+POOL_BYTES = 2 * MB
+"""Less than a tensor."""
+
+
+@pytest.fixture
+def worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Worker]:
+    monkeypatch.setattr(pool_capture, "_RETRY_S", 3600.0)
+    made = Worker(tmp_path)
+    yield made
+    made.close()
+
+
+class Training:
+    """A model with a tensor that is larger than the pool, and one with other strides."""
+
+    def __init__(self, worker: Worker, *, limit_bytes: int = POOL_BYTES, **given: Any) -> None:
+        torch.manual_seed(0)
+        self.worker = worker
+        self.model = nn.Linear(*SHAPE, bias=False)
+        self.model.turned = nn.Parameter(torch.randn(300, 200).t())
+        self.model.register_buffer("seen", torch.zeros(7))
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
+        self.states: dict[int, dict[str, torch.Tensor]] = {}
+        self.limit(limit_bytes)
+        context = worker.next_context()
+        launch = msgspec.structs.replace(context.launch, has_storage=True)
+        context = replace(context, launch=launch)
+        parts = {"model": self.model, "optimizer": self.optimizer}
+        self.session: Session = worker.session_of(context, **parts, **given)
+
+    def limit(self, num_bytes: int) -> None:
+        body = smp_messages.BeginGeneration(0, 1, [0], memory_limit_bytes=num_bytes)
+        self.worker.ask(body, self.worker.command_fd)
+
+    def steps(self, num: int, act: Callable[[int], object] = lambda at: None) -> None:
+        """Train up to this number of steps; `act` runs in each, after the backward."""
+        for at in self.session.steps(num):
+            for parameter in self.model.parameters():
+                parameter.grad = torch.full_like(parameter, float(at + 1))
+            act(at)
+            self.optimizer.step()
+            self.model.seen += 1
+            self.states[at + 1] = {k: v.clone() for k, v in self.model.state_dict().items()}
+
+    def await_pool(self) -> None:
+        """Wait at a boundary until the pool is there; the next boundary takes it."""
+        give_up_s = clock.now_s() + TIMEOUT_S
+        pool = self.session._protection._capture._pool  # type: ignore[union-attr]
+        while pool._thread is None or pool._thread.is_alive():
+            assert clock.now_s() < give_up_s
+            clock.sleep(0.01)
+
+    def order(self, step: int, folder: Path, *, bytes_per_s: float = 0.0) -> None:
+        """Request a checkpoint from this step on."""
+        order = checkpoint_messages.WriteCheckpoint(
+            str(folder),
+            3,
+            token="x",
+            bytes_per_s=bytes_per_s,
+            live_capture_timeout_s=1e9,
+            capture_from=(0, step),
+        )
+        self.worker.agent.send(order)
+        self.worker.commands.set(CommandField.CAPTURE_FROM, step)
+
+    def answer(self) -> Any:
+        kinds = checkpoint_messages.CheckpointWritten | checkpoint_messages.CheckpointFailed
+        while not isinstance(body := self.worker.agent.receive(deadline_s=TIMEOUT_S).body, kinds):
+            pass
+        return body
+
+    def reason(self) -> str:
+        page = self.worker.page
+        return page.note if page.get(HeartbeatField.UNPROTECTED) else ""
+
+
+def assert_is(folder: Path, state: dict[str, torch.Tensor]) -> None:
+    found = load_file(folder / "rank-00000.safetensors")
+    for key, value in state.items():
+        assert torch.equal(found[f"model.{key}"], value), key
+
+
+def test_a_pool_smaller_than_a_tensor_passes_whole_states(worker: Worker, tmp_path: Path) -> None:
+    """The first three are verified snapshots."""
+    training = Training(worker)
+    folders: list[Path] = []
+
+    def act(at: int) -> None:
+        if at == 1:
+            assert "two slots" in training.reason()
+            training.await_pool()
+        if at >= 2:
+            assert "through a pool of 2 MB" in training.reason()
+        if at >= 3:
+            folders.append(Path(training.answer().path))
+        if at >= 2:
+            training.order(at + 1, tmp_path / "saved")
+
+    training.steps(8, act)
+    assert len(folders) == 5
+    assert [path.name for path in folders] == [f"step-{at:08}-g0" for at in range(3, 8)]
+    for path, step in list(zip(folders, range(3, 8), strict=True))[-3:]:
+        assert_is(path, training.states[step])
+    assert worker.page.get(HeartbeatField.SKIPPED_COUNT) == 1  # the one that was refused

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 from ftrun import clock
+from ftrun.config.profile import MEMORY_LIMIT
 from ftrun.errors import (
     CheckpointError,
     CheckpointsTaken,
@@ -46,7 +47,7 @@ from ftrun.smp.checkpoint.write_job import (
 from ftrun.smp.checkpoint.writer import CheckpointWriter
 from ftrun.smp.client import Requester
 from ftrun.smp.jobs import Finish, IntervalTimer, JobLanes, at_low_priority
-from ftrun.smp.memory.arenas import LIMIT_NAME, ArenaStore, SmpArena
+from ftrun.smp.memory.arenas import ArenaStore, SmpArena
 from ftrun.smp.memory.commits import CommitCoordinator
 from ftrun.smp.memory.pools import CapturePools
 from ftrun.snapshot.commit_tracker import CommitTracker
@@ -321,7 +322,7 @@ class CheckpointService:
                 raise MemoryTooSmall(
                     needed_bytes=num_bytes,
                     available_bytes=body.memory_limit_bytes,
-                    limit=LIMIT_NAME,
+                    limit=MEMORY_LIMIT,
                 )
             check_available(num_bytes)
 

@@ -270,9 +270,10 @@ def load_share(
 ) -> tuple[list[int], SharedLoad | None]:
     """Fill arenas with this node's share; return their descriptors, and the load if incomplete.
 
-    `check` raises MemoryTooSmall if this number of bytes does not fit. Then arenas of one slot are
-    made, and MemoryTooSmall is raised if these do not fit either. Raises CheckpointError, SnapshotCorrupt,
-    LayoutUnknown or OSError if the checkpoint cannot be used.
+    `check` raises MemoryTooSmall if this number of bytes does not fit. If this node runs all ranks,
+    it then makes arenas of one slot, and MemoryTooSmall is raised if these do not fit either.
+    Raises CheckpointError, SnapshotCorrupt, LayoutUnknown or OSError if the checkpoint cannot be
+    used.
     """
     node, shards = load_group.node, {shard.rank: shard for shard in index.shards}
     ranks = {
@@ -288,6 +289,8 @@ def load_share(
     try:
         check(sum(shape.total_bytes for shape in shapes))
     except MemoryTooSmall:
+        if len(load_group.ranks[node]) < world_size:
+            raise  # other nodes rely on the version in this node's memory
         # To restore from, one slot is enough. The ranks free it when they capture through pools.
         shapes = [replace(shape, num_slots=1) for shape in shapes]
         available_memory().check(sum(shape.total_bytes for shape in shapes))

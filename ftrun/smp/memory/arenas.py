@@ -19,6 +19,7 @@ import os
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, replace
 
+from ftrun.config.profile import MEMORY_LIMIT
 from ftrun.errors import LayoutUnknown, MemoryTooSmall
 from ftrun.ids import Generation, Rank, Version
 from ftrun.linux import AvailableMemory, available_memory
@@ -38,7 +39,6 @@ from ftrun.wire.shared_memory.arena import (
     void_slots,
 )
 
-LIMIT_NAME = "snapshot.max_memory_gb of the profile"
 _SPARE_PIECES = 64
 _log = logging.getLogger(__name__)
 
@@ -113,7 +113,7 @@ class ArenaStore:
             return found
         making = sum(one.num_bytes for one in self._making.values())
         left = max(0, self.limit_bytes - self.allocated_bytes - self.pool_bytes - making)
-        return min(found, AvailableMemory(left, LIMIT_NAME), key=lambda one: one.num_bytes)
+        return min(found, AvailableMemory(left, MEMORY_LIMIT), key=lambda one: one.num_bytes)
 
     def pool_room(self, least_bytes: int, state_bytes: int) -> int:
         """Bytes that capture pools may take together; raises MemoryTooSmall if they are too few."""

@@ -105,6 +105,7 @@ class CapturePool:
             raise LayoutUnknown("the header of a pool is not of this version of ftrun")
         self._fd = fd
         self._map = map_all(fd) if is_writer else mmap.mmap(fd, PAGE_BYTES)
+        self._map.madvise(mmap.MADV_DONTFORK)  # else a DataLoader worker would keep the memory
         memory = memoryview(self._map)
         self._words = memory[:_CAPTURE_AT].cast("Q")
         self.ring = memory[PAGE_BYTES:]

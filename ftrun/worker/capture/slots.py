@@ -27,6 +27,7 @@ import torch
 import xxhash
 
 from ftrun import clock
+from ftrun.config.profile import MEMORY_LIMIT
 from ftrun.errors import FtrunError, LayoutUnknown, MemoryTooSmall, PeerError
 from ftrun.linux import available_memory
 from ftrun.snapshot.layout import Layout, LayoutEntry, make_layout, parse_header
@@ -125,7 +126,7 @@ class _Refusal:
         if since_s >= self._pause_s:
             return True
         error = self.error
-        if since_s < _RECHECK_S or isinstance(error, OSError):
+        if since_s < _RECHECK_S or isinstance(error, OSError) or error.limit == MEMORY_LIMIT:
             return False
         is_free = available_memory().num_bytes >= error.needed_bytes
         return is_free and error.available_bytes < error.needed_bytes

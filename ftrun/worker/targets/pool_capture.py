@@ -177,7 +177,8 @@ class PoolCapture:
             self._pool = None
 
     def close(self) -> None:
-        self._link.close()
+        if self._thread is None or not self._thread.is_alive():
+            self._link.close()  # else it waits for the answer
         self._drop()
 
     # --- one capture ---------------------------------------------------------------------------
