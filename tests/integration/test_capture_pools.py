@@ -131,6 +131,43 @@ def test_kills_of_a_rank_and_of_the_smp_change_no_bit(
     assert digests(tmp_path, "pooled") == digests(tmp_path, "plain")
 
 
+POINTS = (
+    "worker.pool.begun",
+    "worker.pool.room_found",
+    "worker.pool.written",
+    "worker.pool.sealed",
+    "smp.pool.created",
+    "smp.checkpoint.pool_drained",
+    "smp.checkpoint.part_written",
+    "smp.checkpoint.index_written",
+    "smp.checkpoint.latest",
+    "smp.checkpoint.loaded",
+)
+
+
+@pytest.mark.full
+@pytest.mark.chaos
+@pytest.mark.timeout(1500)
+def test_a_kill_at_any_point_of_a_pooled_capture_changes_no_bit(
+    start: Start, script: Write, tmp_path: Path
+) -> None:
+    """With checkpoints that are due by time. A rank is killed too, so that one is loaded."""
+    train = script(TRAIN)
+    plain = start("--nproc-per-node", "2", train, "40", "0", env={"OUT": "plain"})
+    assert plain.wait() == 0, plain.text
+    for point in POINTS:
+        saved = ("--checkpoint-dir", f"saved-{point}", "--checkpoint-every", "0.5")
+        words = ("--nproc-per-node", "2", *saved, *limit(0.25), train, "40", "0.1")
+        once = tmp_path / point
+        env = {"FTRUN_CRASH_AT": point, "FTRUN_CRASH_ONCE": str(once), "OUT": f"of-{point}"}
+        run = start(*words, env=env)
+        run.wait_until("a checkpoint", lambda run=run: checkpoints(run))
+        os.kill(run.pids()[1], signal.SIGKILL)
+        assert run.wait() == 0, f"{point}:\n{run.text}"
+        assert once.exists(), point
+        assert digests(tmp_path, f"of-{point}") == digests(tmp_path, "plain"), point
+
+
 # --- one rank in this process ------------------------------------------------------------------
 
 MB = 10**6
@@ -181,20 +218,19 @@ class Training:
             self.states[at + 1] = {k: v.clone() for k, v in self.model.state_dict().items()}
 
     def await_pool(self) -> None:
-        """Wait at a boundary until the pool is there; the next boundary takes it."""
+        """Wait until the request of this rank is answered; the next boundary takes the pool."""
         give_up_s = clock.now_s() + TIMEOUT_S
         pool = self.session._protection._capture._pool  # type: ignore[union-attr]
-        while pool._thread is None or pool._thread.is_alive():
+        while pool._pool is None if pool._thread is None else pool._thread.is_alive():
             assert clock.now_s() < give_up_s
             clock.sleep(0.01)
 
-    def order(self, step: int, folder: Path, *, bytes_per_s: float = 0.0) -> None:
+    def order(self, step: int, folder: Path) -> None:
         """Request a checkpoint from this step on."""
         order = checkpoint_messages.WriteCheckpoint(
             str(folder),
             3,
             token="x",
-            bytes_per_s=bytes_per_s,
             live_capture_timeout_s=1e9,
             capture_from=(0, step),
         )
@@ -240,3 +276,110 @@ def test_a_pool_smaller_than_a_tensor_passes_whole_states(worker: Worker, tmp_pa
     for path, step in list(zip(folders, range(3, 8), strict=True))[-3:]:
         assert_is(path, training.states[step])
     assert worker.page.get(HeartbeatField.SKIPPED_COUNT) == 1  # the one that was refused
+
+
+def test_an_smp_that_ends_in_the_middle_of_a_capture_costs_that_checkpoint_only(
+    worker: Worker, tmp_path: Path
+) -> None:
+    saved = tmp_path / "saved"
+    training = Training(worker)
+    waits_s: list[float] = []
+
+    def act(at: int) -> None:
+        if at == 1:
+            training.await_pool()
+            training.order(2, saved)
+        if at == 2:
+            assert Path(training.answer().path).name == "step-00000002-g0"
+            worker.commands.set(CommandField.CAPTURE_FROM, 3)
+        if at == 3:  # the copy thread waits for room
+            waits_s.append(clock.now_s())
+            worker.next_smp()
+            training.limit(POOL_BYTES)
+        if at == 4:
+            waits_s.append(clock.now_s())
+        if at == 5:  # the boundary before has found the SMP lost
+            clock.sleep(pool_capture._AGAIN_S)
+        if at == 6:
+            training.await_pool()
+            training.order(8, saved)
+        if at == 8:
+            assert Path(training.answer().path).name == "step-00000008-g0"
+
+    training.steps(9, act)
+    assert waits_s[1] - waits_s[0] < 20
+    assert os.readlink(saved / "latest") == "step-00000008-g0"
+    assert not (saved / "step-00000003-g0").exists()
+    assert_is(saved / "step-00000008-g0", training.states[8])
+
+
+def test_a_change_under_the_copy_discards_the_capture(worker: Worker, tmp_path: Path) -> None:
+    """The change leaves no trace but in the bytes; a verified snapshot finds each."""
+    saved = tmp_path / "saved"
+    training = Training(worker)
+
+    def act(at: int) -> None:
+        if at == 1:
+            training.await_pool()
+            worker.commands.set(CommandField.CAPTURE_FROM, 2)
+        if at == 2:  # the copy thread waits for room
+            training.model.weight.data.view(-1)[-1] += 1
+            training.order(2, saved)
+            failed = training.answer()
+            assert isinstance(failed, checkpoint_messages.CheckpointFailed)
+            assert failed.is_superseded
+            training.order(4, saved)
+        if at == 4:
+            assert Path(training.answer().path).name == "step-00000004-g0"
+
+    training.steps(5, act)
+    assert worker.page.get(HeartbeatField.DISCARDED_COUNT) == 1
+    assert [path.name for path in sorted(saved.glob("step-*"))] == ["step-00000004-g0"]
+    assert_is(saved / "step-00000004-g0", training.states[4])
+
+
+def test_memory_that_is_free_again_ends_the_pools(
+    worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pool_capture, "_RETRY_S", 0.0)
+    training = Training(worker)
+
+    def act(at: int) -> None:
+        if at == 1:
+            training.await_pool()
+        if at == 2:
+            assert "through a pool" in training.reason()
+            training.limit(0)
+        if at == 3:
+            training.await_pool()  # the question whether two slots fit is answered
+            assert not worker.commands.get(CommandField.POOLED)
+
+    training.steps(8, act)
+    assert worker.saved()[0] == 8
+    assert not training.reason()
+
+
+def test_a_state_that_grows_keeps_its_version_in_memory_until_a_checkpoint_is_complete(
+    worker: Worker, tmp_path: Path
+) -> None:
+    training = Training(worker, limit_bytes=24 * MB)
+
+    def num_arenas() -> int:
+        return len(worker.ask(smp_messages.HandOverMemory()).fds)
+
+    def act(at: int) -> None:
+        if at == 3:
+            assert worker.committed_version().step == 3
+            training.model.register_buffer("more", torch.zeros(2 * MB))
+        if at == 5:
+            training.await_pool()
+            assert num_arenas() == 1
+        if at == 6:
+            assert num_arenas() == 1
+            training.order(7, tmp_path / "saved")
+        if at == 7:
+            assert training.answer().path
+            assert num_arenas() == 0
+
+    training.steps(8, act)
+    assert_is(tmp_path / "saved" / "step-00000007-g0", training.states[7])

@@ -1,4 +1,4 @@
-"""Grants capture pools to ranks, if two slots of their state do not fit and checkpoints are written.
+"""Grants capture pools to ranks, if two slots of their state do not fit.
 
 Runs in:  the SMP, in the server's thread; a job allocates the memory.
 Takes in: RequestPool of each rank of this node.

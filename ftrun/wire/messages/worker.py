@@ -260,6 +260,6 @@ class PiecesFetched(Message, frozen=True, tag="PiecesFetched"):
 WorkerMessage = (
     ArenaGranted | AwaitRestored | FetchPieces | FetchShardHeaders | MemoryRefused | OpenShards
     | PiecesFetched | PoolGranted | PrepareArena | RequestArena | RequestPool | RequestShares
-    | ReserveMemory | ShardHeadersFetched | ShardSealed | ShardSkipped | ShardsOpened | SharesGranted
-    | WithdrawShard
+    | ReserveMemory | ShardHeadersFetched | ShardSealed | ShardSkipped | ShardsOpened
+    | SharesGranted | WithdrawShard
 )  # fmt: skip

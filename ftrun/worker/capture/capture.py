@@ -138,14 +138,7 @@ class Capture:
             return
         started_ns = clock.now_ns()
         try:
-            # `is_due` does not depend on `_learn`: intervals begin at steps that no rank has made.
-            is_due = (allowed and self._cadence.is_due(step)) or force
-            if self._pool.is_on:
-                is_due = allowed and self._cadence.is_requested
-            if is_due and not force and self._is_providing and self._thread.is_busy:
-                is_due = False
-                self._page.add(HeartbeatField.SKIPPED_COUNT, 1)
-                self._late_skip = step
+            is_due = self._is_due(step, force=force, allowed=allowed)
             self._end_turn(is_due=is_due, allowed=allowed)
             self._report_late_skip()
             self._learn(started_ns)
@@ -162,15 +155,22 @@ class Capture:
         except StructureChanged as error:
             self._skip_snapshot(step, "structure", str(error))
         except MemoryTooSmall as error:
-            self._skip_snapshot(step, "memory", str(error))
-            if self._context.settings.required:
-                raise
-            if self._pool.refused(error):
-                self._leave_slots()
+            self._refused(step, error)
         except Exception as error:  # noqa: BLE001 - rule 5
             self._give_up(error)
         self._count_blocked(started_ns)
         self._last_boundary_ns = clock.now_ns()
+
+    def _is_due(self, step: int, *, force: bool, allowed: bool) -> bool:
+        # It does not depend on `_learn`: intervals begin at steps that no rank has made.
+        is_due = (allowed and self._cadence.is_due(step)) or force
+        if self._pool.is_on:  # rule 1 of pools
+            return allowed and self._cadence.is_requested
+        if is_due and not force and self._is_providing and self._thread.is_busy:
+            self._page.add(HeartbeatField.SKIPPED_COUNT, 1)
+            self._late_skip = step
+            return False
+        return is_due
 
     def warm(self, arena: Arena) -> None:
         """Map the pages of an inherited arena in the copy thread, during the first step."""
@@ -308,7 +308,8 @@ class Capture:
         """Take a snapshot if one is due; otherwise check that there is memory for one."""
         try:
             if self._pool.is_wanted and not self._thread.is_busy:
-                self._pool.begin(max(self._link.reserved_bytes, self._image_bytes))
+                stored_bytes = self._page.get(HeartbeatField.IMAGE_BYTES)
+                self._pool.begin(max(self._link.reserved_bytes, stored_bytes))
                 self._leave_slots()
             elif self._pool.is_on and not self._thread.is_busy and not self._pool.poll():
                 if is_due:
@@ -328,9 +329,12 @@ class Capture:
         except Exception as error:  # noqa: BLE001 - rule 5
             self._fail(step, error)
 
-    @property
-    def _image_bytes(self) -> int:
-        return self._page.get(HeartbeatField.IMAGE_BYTES)
+    def _refused(self, step: int, error: MemoryTooSmall) -> None:
+        self._skip_snapshot(step, "memory", str(error))
+        if self._context.settings.required:
+            raise error
+        if self._pool.refused(error):
+            self._leave_slots()
 
     def _leave_slots(self) -> None:
         self.await_copy()

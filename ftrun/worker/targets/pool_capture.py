@@ -21,7 +21,7 @@ from contextlib import contextmanager
 import xxhash
 
 from ftrun import clock
-from ftrun.errors import FtrunError, MemoryTooSmall, PeerError
+from ftrun.errors import FtrunError, MemoryTooSmall
 from ftrun.snapshot.layout import make_layout
 from ftrun.snapshot.replica_shares import ReplicaCheck, written
 from ftrun.wire.crash_points import crash_point
@@ -29,10 +29,10 @@ from ftrun.wire.shared_memory.arena import ArenaShape, SlotState, table_digest
 from ftrun.wire.shared_memory.pages import CommandField, HeartbeatField
 from ftrun.wire.shared_memory.pool import CapturePool, PooledHeader, PoolField
 from ftrun.worker.context import WorkerContext
-from ftrun.worker.targets.pool_stream import PooledCopy, RingWriter
 from ftrun.worker.replicas.shares import ReplicaShares
 from ftrun.worker.smp_client import WorkerSmpClient
 from ftrun.worker.state.state_tree import BoundaryState
+from ftrun.worker.targets.pool_stream import PooledCopy, RingWriter
 
 _BEGIN_S = 5.0
 """The job that reads a capture begins within this time."""

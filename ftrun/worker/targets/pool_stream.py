@@ -47,7 +47,7 @@ _POLL_S = 0.0005
 Content = torch.Tensor | ProviderState | bytes
 
 
-class CaptureGivenUp(Exception):  # noqa: N818 - an outcome, not a fault
+class CaptureGivenUp(Exception):
     """The pool is not read any more, or another rank has no snapshot of this step."""
 
 
