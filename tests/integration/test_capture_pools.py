@@ -113,7 +113,7 @@ def test_kills_of_a_rank_and_of_the_smp_change_no_bit(
     waited = re.search(r"the training waited ([0-9.]+) s", status["unprotected_reason"])
     assert waited is not None, status
     assert float(waited[1]) > 0.5
-    assert status["memory_bytes"] == 0
+    assert 0 < status["memory_bytes"] <= 2 * 0.25 * STATE_MB * 1e6
 
     run.wait_until("a capture", lambda: any("the storage" in one for one in phases(run)))
     before = checkpoints(run)[-1]

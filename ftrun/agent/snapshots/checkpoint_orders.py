@@ -62,8 +62,10 @@ class CheckpointOrders:
 
     def _begin_due(self, new: Sequence[Version], now_s: float) -> None:
         run, settings = self._run, self._run.spec.profile.checkpoint
-        if run.smp.needed.pool_bytes:
-            self._request_pooled(now_s)
+        commands = run.workers.commands
+        if commands is not None and commands.get(CommandField.POOLED):
+            if run.smp.needed.pool_bytes:
+                self._request_pooled(now_s)
             return
         for found in filter(self._is_due_at, new):
             self.newest_order = found

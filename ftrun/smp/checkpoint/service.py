@@ -165,15 +165,21 @@ class CheckpointService:
     ) -> CaptureFilter | None:
         if body.capture_from is None:
             return None
-        generation = Generation(body.capture_from[0])
+        generation, pools = Generation(body.capture_from[0]), self._duplicated_pools()
+
+        def is_over() -> bool:
+            # Ranks that have begun to capture through pools take no other snapshot.
+            has_left_slots = not pools and self._pools().are_complete
+            return tracker.generation != generation or has_left_slots
+
         return CaptureFilter(
             generation,
-            is_over=lambda: tracker.generation != generation,
+            is_over=is_over,
             hurries=self._hurries.is_set,
             wait_s=body.live_capture_timeout_s,
             is_committed=self._commits.is_committed,
             from_step=body.capture_from[1],
-            pools=self._duplicated_pools(),
+            pools=pools,
         )
 
     def _duplicated_pools(self) -> dict[Rank, int]:
