@@ -141,7 +141,6 @@ POINTS = (
     "smp.checkpoint.part_written",
     "smp.checkpoint.index_written",
     "smp.checkpoint.latest",
-    "smp.checkpoint.loaded",
 )
 
 

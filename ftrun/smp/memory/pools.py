@@ -83,7 +83,8 @@ class CapturePools:
         if rank in self.fds:
             requester.send(worker_messages.PoolGranted(rank), fds=(self.fds[rank],))
             return
-        self._show(True)
+        if not self._waiting and not self.fds:
+            self._show(True)
         self._waiting[rank] = requester, body.num_bytes
         if not self._is_making and {*self._waiting, *self.fds} >= set(self._tracker.ranks):
             freed = self._memory.free_unless_committed(self._tracker.committed)
