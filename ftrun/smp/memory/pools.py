@@ -126,10 +126,10 @@ class CapturePools:
         clock.sleep(wait_s)
         made: dict[Rank, int] = {}
         try:
-            room = self._memory.pool_room(LEAST_POOL_BYTES * len(wanted), max(wanted.values()))
+            room = self._memory.pool_room(_least_bytes(wanted), max(wanted.values()))
             for rank, num_bytes in wanted.items():
-                size = min(num_bytes, room // len(wanted)) // PAGE_BYTES * PAGE_BYTES
-                made[rank] = create_pool(rank, max(LEAST_POOL_BYTES, size))
+                size = max(min(num_bytes, room // len(wanted)), PAGE_BYTES)
+                made[rank] = create_pool(rank, size // PAGE_BYTES * PAGE_BYTES)
         except (MemoryTooSmall, OSError) as error:
             for fd in made.values():
                 os.close(fd)
@@ -161,9 +161,14 @@ class CapturePools:
                 requester.send(_BUG)
 
 
+def _least_bytes(wanted: Mapping[Rank, int]) -> int:
+    """No rank is given less than this, unless a whole slot is smaller."""
+    return sum(min(LEAST_POOL_BYTES, num_bytes) for num_bytes in wanted.values())
+
+
 def _refused(error: OSError, wanted: Mapping[Rank, int]) -> MemoryTooSmall:
     return MemoryTooSmall(
-        needed_bytes=LEAST_POOL_BYTES * len(wanted),
+        needed_bytes=_least_bytes(wanted),
         available_bytes=0,
         limit=f"the kernel refused it: {error}",
         state_bytes=max(wanted.values()),
