@@ -26,10 +26,12 @@ from ftrun.worker.targets import pool_capture
 from tests.integration.conftest import Run, Start, script, start
 from tests.integration.in_process_worker import TIMEOUT_S
 from tests.integration.in_process_worker import Run as Worker
+from tests.memory_cgroup import memory_cgroup
 
 __all__ = ["script", "start"]
 
 Write = Callable[..., str]
+MB = 10**6
 WIDTH = 512
 STATE_MB = 4 * 3 * 4 * WIDTH * WIDTH / 1e6
 """Of one rank: four layers with two moments each."""
@@ -131,6 +133,57 @@ def test_kills_of_a_rank_and_of_the_smp_change_no_bit(
     assert digests(tmp_path, "pooled") == digests(tmp_path, "plain")
 
 
+LARGE_BUFFER = """
+import pathlib, time
+import torch
+import ftrun
+
+torch.set_num_threads(1)
+torch.manual_seed(0)
+model = torch.nn.Linear(100, 100)
+model.register_buffer("table", torch.zeros(12_000_000))
+optimizer = torch.optim.AdamW(model.parameters())
+pathlib.Path("ready").touch()
+while not pathlib.Path("go").exists():
+    time.sleep(0.05)
+session = ftrun.attach(model=model, optimizer=optimizer)
+for step in session.steps(100_000):
+    optimizer.zero_grad()
+    model(torch.ones(2, 100)).square().mean().backward()
+    optimizer.step()
+    model.table += 1
+    for part in model.table.split(1_000_000):
+        assert bool((part == step + 1).all()), "a value of another step"
+    if pathlib.Path("end").exists():
+        break
+"""
+
+
+@pytest.mark.full
+def test_a_buffer_larger_than_the_free_memory_is_captured_and_restored(
+    start: Start, script: Write, tmp_path: Path
+) -> None:
+    """All of it must be copied at the boundary. Two slots take 96 MB, and 60 MB are free."""
+    kept = ("--checkpoint-dir", "saved", "--checkpoint-every", "0.5")
+    with memory_cgroup() as group:
+        with group.for_children():
+            run = start(*kept, script(LARGE_BUFFER))
+        run.wait_until("ready", (tmp_path / "ready").exists)
+        group.limit(group.used_bytes + 60 * MB)
+        (tmp_path / "go").touch()
+        run.wait_until("a checkpoint", lambda: checkpoints(run))
+        pool = re.search(r"a pool of (\d+) MB", run.text)
+        assert pool is not None, run.text
+        assert int(pool[1]) < 20
+        before = checkpoints(run)[-1]
+        os.kill(run.pids()[0], signal.SIGKILL)
+        run.wait_for_step(before + 1, generation=1)
+        run.wait_until("a later checkpoint", lambda: checkpoints(run)[-1] > before)
+        assert "starts from step" in run.text
+        (tmp_path / "end").touch()
+        assert run.wait() == 0, run.text
+
+
 POINTS = (
     "worker.pool.begun",
     "worker.pool.room_found",
@@ -169,7 +222,6 @@ def test_a_kill_at_any_point_of_a_pooled_capture_changes_no_bit(
 
 # --- one rank in this process ------------------------------------------------------------------
 
-MB = 10**6
 SHAPE = (1200, 1000)
 ONE_TENSOR = 4 * 1200 * 1000
 POOL_BYTES = 2 * MB

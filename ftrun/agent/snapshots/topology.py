@@ -142,6 +142,7 @@ def load_order(
         plan.history.bad_checkpoints,
         claim if claim is not None and claim.directory == source.directory else None,
         memory_limit_bytes,
+        smp.had_pools,
     )
 
 

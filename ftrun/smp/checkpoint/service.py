@@ -324,11 +324,12 @@ class CheckpointService:
 
     def _loaded_from(self, body: checkpoint_messages.LoadCheckpoint) -> LoadedCheckpoint | None:
         def check(num_bytes: int) -> None:
-            if 0 < body.memory_limit_bytes < num_bytes:
+            limit_bytes, name = body.memory_limit_bytes, MEMORY_LIMIT
+            if body.had_pools or self._pools().are_complete:
+                limit_bytes, name = 1, "the ranks need the memory"
+            if 0 < limit_bytes < num_bytes:
                 raise MemoryTooSmall(
-                    needed_bytes=num_bytes,
-                    available_bytes=body.memory_limit_bytes,
-                    limit=MEMORY_LIMIT,
+                    needed_bytes=num_bytes, available_bytes=limit_bytes, limit=name
                 )
             check_available(num_bytes)
 

@@ -21,6 +21,7 @@ import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 
 import msgspec
 import xxhash
@@ -43,7 +44,13 @@ from ftrun.snapshot.layout import Layout
 from ftrun.snapshot.load_shares import Place, load_group_of, ranks_at, share_of
 from ftrun.snapshot.write_shares import FileExtent
 from ftrun.wire.crash_points import crash_point
-from ftrun.wire.shared_memory.arena import Arena, ArenaShape, SlotHeader, SlotState
+from ftrun.wire.shared_memory.arena import (
+    Arena,
+    ArenaShape,
+    SlotHeader,
+    SlotState,
+    create_on_disk,
+)
 
 LOADED_GENERATION = -1
 """Generation of a loaded version: lower than that of every version captured by a run."""
@@ -271,9 +278,8 @@ def load_share(
     """Fill arenas with this node's share; return their descriptors, and the load if incomplete.
 
     `check` raises MemoryTooSmall if this number of bytes does not fit. If this node runs all ranks,
-    it then makes arenas of one slot, and MemoryTooSmall is raised if these do not fit either.
-    Raises CheckpointError, SnapshotCorrupt, LayoutUnknown or OSError if the checkpoint cannot be
-    used.
+    it then makes arenas of one slot, in files if it can. Raises MemoryTooSmall; CheckpointError,
+    SnapshotCorrupt, LayoutUnknown or OSError if the checkpoint cannot be used.
     """
     node, shards = load_group.node, {shard.rank: shard for shard in index.shards}
     ranks = {
@@ -286,17 +292,17 @@ def load_share(
     own = [shards[rank] for rank in ranks[node]]
     shapes = [_shape(shard, index.world_size) for shard in own]
     check_sizes(source, own)
+    make: Callable[[ArenaShape], int] = create
     try:
         check(sum(shape.total_bytes for shape in shapes))
     except MemoryTooSmall:
         if len(load_group.ranks[node]) < world_size:
             raise  # other nodes rely on the version in this node's memory
-        # To restore from, one slot is enough. The ranks free it when they capture through pools.
+        make = _maker_of_one_slot(source, shapes)
         shapes = [replace(shape, num_slots=1) for shape in shapes]
-        available_memory().check(sum(shape.total_bytes for shape in shapes))
     fds: list[int] = []
     try:
-        fds.extend(create(shape) for shape in shapes)
+        fds.extend(make(shape) for shape in shapes)
         load = SharedLoad(source, own, index, fds)
         try:
             others = {r: shards[r] for other, some in ranks.items() if other != node for r in some}
@@ -311,6 +317,21 @@ def load_share(
             os.close(fd)
         raise
     return fds, None if load.is_whole else load
+
+
+def _maker_of_one_slot(
+    source: CheckpointFiles, shapes: Sequence[ArenaShape]
+) -> Callable[[ArenaShape], int]:
+    """Make arenas that are only restored from; the ranks free them for their capture pools.
+
+    In a file beside the checkpoint, because the ranks restore into memory of the same size.
+    """
+    folder = os.path.dirname(source.path)
+    if source.storage.is_local and os.access(folder, os.W_OK):
+        return partial(create_on_disk, folder=folder)
+    needed_bytes = sum(replace(shape, num_slots=1).total_bytes for shape in shapes)
+    available_memory().check(needed_bytes)
+    return create
 
 
 def _shape(shard: ShardFile, world_size: int) -> ArenaShape:

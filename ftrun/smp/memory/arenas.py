@@ -40,6 +40,9 @@ from ftrun.wire.shared_memory.arena import (
 )
 
 _SPARE_PIECES = 64
+_WRITE_BYTES = 32 << 20
+"""Memory of the SMP while it writes a checkpoint: buffers of the file, and threads."""
+
 _log = logging.getLogger(__name__)
 
 
@@ -118,7 +121,7 @@ class ArenaStore:
     def pool_room(self, least_bytes: int, state_bytes: int) -> int:
         """Bytes that capture pools may take together; raises MemoryTooSmall if they are too few."""
         half = self._available()
-        half = replace(half, num_bytes=half.num_bytes // 2)
+        half = replace(half, num_bytes=max(0, half.num_bytes - _WRITE_BYTES) // 2)
         room = min(self.available(), half, key=lambda one: one.num_bytes)
         room.check(least_bytes, state_bytes=state_bytes)
         return room.num_bytes
@@ -262,7 +265,9 @@ class ArenaStore:
         """
         try:
             shape = read_shape(fd)
-            sealed = fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK
+            # A file of `create_on_disk` has no seals, and no other process has a name for it.
+            is_file = shape.num_slots < NUM_SLOTS and not os.fstat(fd).st_nlink
+            sealed = is_file or fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK
         except OSError as error:
             raise LayoutUnknown(
                 f"the descriptor for rank {rank} is not sealed memory: {error}"

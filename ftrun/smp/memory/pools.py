@@ -11,8 +11,8 @@ Rule 1: all ranks of the node capture through pools, or none, because a version 
         By then each rank has restored its state, and has left its arena.
 Rule 2: an arena with the committed version is kept until a checkpoint of a pool is complete. Until
         then it holds the newest state. After it, a restart must not choose the older version.
-Rule 3: a pool takes at most half of the free memory, because the training shares the rest. A limit
-        of the profile may be used whole.
+Rule 3: pools take at most half of the free memory, less what writing needs, because the training
+        shares the rest. A limit of the profile may be used whole.
 """
 
 import logging

@@ -23,6 +23,7 @@ import errno
 import mmap
 import os
 import struct
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from enum import IntEnum
@@ -140,6 +141,22 @@ def divide(fd: int, shape: ArenaShape) -> None:
         raise OSError(errno.ENOSPC, f"{shape.total_bytes} bytes do not fit")
     os.ftruncate(fd, shape.total_bytes)
     fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+    _write_shape(fd, shape)
+
+
+def create_on_disk(shape: ArenaShape, folder: str) -> int:
+    """Create an arena in a file without a name, whose pages the kernel can write to the disk.
+
+    Only for an arena that is restored from: its pages take no memory that another process needs.
+    Raises OSError.
+    """
+    with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
+        os.posix_fallocate(file.fileno(), 0, shape.total_bytes)
+        _write_shape(file.fileno(), shape)
+        return os.dup(file.fileno())
+
+
+def _write_shape(fd: int, shape: ArenaShape) -> None:
     header = _ARENA_HEADER.pack(
         *(_MAGIC, PAGE_BYTES, shape.rank, shape.world_size),
         *(shape.image_bytes, shape.num_pieces, shape.layout_id, shape.num_slots),

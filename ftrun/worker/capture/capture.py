@@ -422,10 +422,10 @@ class Capture:
         """Copy and seal; return whether the slot is sealed. Never raises."""
         started_ns, copy, is_sealed = clock.now_ns(), target.copy, False
         try:
-            changed = copy.copy_lazy(target.table)
+            copy.copy_lazy(target.table)
             hashed = replicas()  # before `wrong_copies`, which covers the time of both
             crash_point("worker.capture.copied")
-            if wrong := sorted({*changed, *check.wrong_copies()}):
+            if wrong := sorted({*target.changed(), *check.wrong_copies()}):
                 self._page.add(HeartbeatField.DISCARDED_COUNT, 1)
                 self._demote(wrong, UNDER_COPY.format(step=step))
                 self.commit_wait.skipped(step)

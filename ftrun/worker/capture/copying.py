@@ -137,8 +137,7 @@ class SlotCopy:
         """Wait for all work on the devices of the sources, in whatever stream it is."""
         synchronize((*self.boundary_sources, *(one.source for one in self.lazy)))
 
-    def copy_lazy(self, table: memoryview) -> list[str]:
-        """Copy the rest; return the names of sources that have changed since the boundary."""
+    def copy_lazy(self, table: memoryview) -> None:
         for state, target in self.provided:
             state.write(target)
         if self.whole_targets:
@@ -150,7 +149,6 @@ class SlotCopy:
             # Nearly in file order, so that live capture can write the file before the copy ends.
             self._digest_packs(table)
             self._copy_cuts(table)
-        return []  # samples show a change, see `lazy_check`
 
     def _digest_packs(self, table: memoryview) -> None:
         for index, view in self.packed:

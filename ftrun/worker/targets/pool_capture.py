@@ -15,7 +15,7 @@ Rule 3: memory for two slots is requested again after a pause that doubles. If i
 import logging
 import os
 import threading
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 
 import xxhash
@@ -295,6 +295,10 @@ class PoolTarget:
         """Prepare a verified capture; False: it is still copied in the copy thread."""
         self.copy.verify()
         return False
+
+    def changed(self) -> Sequence[str]:
+        """Lazy sources whose copies differ from the boundary, in a verified capture."""
+        return self.copy.changed()
 
     def check(self, shares: ReplicaShares) -> Callable[[], ReplicaCheck | None]:
         """Of shared replicas: there are none, because whole tensors are stored."""

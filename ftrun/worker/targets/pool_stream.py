@@ -211,14 +211,10 @@ class PooledCopy:
                     digests.feed(chunk)
         self._verified = table, digests.first
 
-    def copy_lazy(self, table: memoryview) -> list[str]:
-        """Write the rest, and the table; return the names of sources that have changed.
-
-        Raises CaptureGivenUp or ProviderFailed.
-        """
+    def copy_lazy(self, table: memoryview) -> None:
+        """Write the rest; raises CaptureGivenUp or ProviderFailed. `table` is the own one."""
         for entry in self._lazy:
             self._write(entry)
-        return self._changed()
 
     def write_table(self) -> None:
         """Raises CaptureGivenUp."""
@@ -228,7 +224,8 @@ class PooledCopy:
         for chunk in _chunks(entry, self._contents.get(entry.name)):
             self._writer.write(chunk, self._digests)
 
-    def _changed(self) -> list[str]:
+    def changed(self) -> list[str]:
+        """Names of lazy tensors whose copies differ from the boundary, after a `verify`."""
         if self._verified is None:
             return []
         found: set[str] = set()

@@ -5,7 +5,7 @@ Takes in: the state of a boundary; commits on the command page.
 Gives:    a `SlotTarget`, or none while no slot is free or memory is being allocated.
 """
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 
 from ftrun import clock
 from ftrun.errors import MemoryTooSmall
@@ -55,6 +55,10 @@ class SlotTarget:
     def verify(self) -> bool:
         """Whether a verified snapshot is copied in the training thread."""
         return True
+
+    def changed(self) -> Sequence[str]:
+        """Lazy sources that digests have found changed; of a slot, see `Capture._observe`."""
+        return ()
 
     def check(self, shares: ReplicaShares) -> Callable[[], ReplicaCheck | None]:
         return shares.check(self.copy.on_devices)

@@ -94,7 +94,7 @@ def node(monkeypatch: pytest.MonkeyPatch) -> Iterator[Node]:
 
 
 def test_a_rank_waits_for_the_others_and_all_get_equal_shares(node: Node) -> None:
-    node.free_bytes = 12 * MB  # half of it for two ranks
+    node.free_bytes = 32 * MB + 12 * MB  # the write, and half of the rest for two ranks
     first = node.ask(0)
     assert not first.answers
     assert node.shown == [True]
@@ -117,7 +117,7 @@ def test_no_pool_is_larger_than_a_slot_and_a_limit_is_used_whole(node: Node) -> 
 
 
 def test_too_little_memory_is_refused_with_numbers(node: Node) -> None:
-    node.free_bytes = 3 * MB
+    node.free_bytes = 32 * MB + 3 * MB
     asked = [node.ask(0), node.ask(1)]
     node.finish()
     for one in asked:
