@@ -185,6 +185,12 @@ class SharedLoad:
         """Allow the checkpoint to be pruned; called if the load is given up, and by `seal`."""
         self.ends.close()
 
+    def unmap(self) -> None:
+        """Nothing is read here any more, so no mapping must keep memory that is freed."""
+        self._here.clear()
+        for arena in self._arenas.values():
+            arena.close()
+
     # --- details -------------------------------------------------------------------------------
 
     def _read(self, source: CheckpointFiles, places: Sequence[Place]) -> None:
@@ -316,7 +322,10 @@ def load_share(
         for fd in fds:
             os.close(fd)
         raise
-    return fds, None if load.is_whole else load
+    if not load.is_whole:
+        return fds, load
+    load.unmap()
+    return fds, None
 
 
 def _maker_of_one_slot(

@@ -96,6 +96,8 @@ class ArenaStore:
         self.num_freed = 0
         """Arenas that were freed for capture pools."""
         self.after_add: Callable[[SmpArena], None] = lambda _: None
+        self.after_free: Callable[[], None] = lambda: None
+        """Called when arenas were freed for capture pools."""
 
     @property
     def ranks(self) -> list[Rank]:
@@ -337,6 +339,8 @@ class ArenaStore:
         for arena in freed:
             self._free(arena)
         self.num_freed += len(freed)
+        if freed:
+            self.after_free()
         return len(freed)
 
     def put_instead(self, fds: Collection[int], generation: Generation) -> None:

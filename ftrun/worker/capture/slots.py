@@ -160,6 +160,7 @@ class SlotProvider:
         if self._prepared is not None:
             self._prepared[1].close()
         self.current = self._inherited = self._prepared = self._refusal = None
+        self._context.close_arena()
 
     def prepare(self, expected: Layout) -> None:
         """Allocate memory for the first arena in a thread, in the size of the expected layout."""
