@@ -333,7 +333,7 @@ def _maker_of_one_slot(
 ) -> Callable[[ArenaShape], int]:
     """Make arenas that are only restored from; the ranks free them for their capture pools.
 
-    In a file beside the checkpoint, because the ranks restore into memory of the same size.
+    In files of the checkpoint directory, because the ranks restore into memory of the same size.
     """
     folder = os.path.dirname(source.path)
     if source.storage.is_local and os.access(folder, os.W_OK):
