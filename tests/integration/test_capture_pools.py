@@ -133,6 +133,27 @@ def test_kills_of_a_rank_and_of_the_smp_change_no_bit(
     assert digests(tmp_path, "pooled") == digests(tmp_path, "plain")
 
 
+@pytest.mark.full
+def test_a_rank_whose_slots_fit_leaves_them_if_another_rank_has_none(
+    start: Start, script: Write, tmp_path: Path
+) -> None:
+    """Both slots of one rank fit, and then one slot of each."""
+    train = script(TRAIN)
+    plain = start("--nproc-per-node", "2", train, "40", "0", env={"OUT": "plain"})
+    assert plain.wait() == 0, plain.text
+    words = ("--nproc-per-node", "2", *KEPT, *limit(1.2), train, "40", "0.1")
+    run = start(*words, env={"OUT": "pooled"})
+    run.wait_until("a checkpoint", lambda: checkpoints(run))
+    assert run.text.count("through a pool of 15 MB") == 2, run.text
+    assert snapshots(run)["memory_bytes"] < 2.1 * STATE_MB * 1e6 * 1.2
+    before = checkpoints(run)[-1]
+    os.kill(run.pids()[0], signal.SIGKILL)
+    assert run.wait() == 0, run.text
+    restored = run.journal("restore_point_chosen")[-1]["version"]
+    assert restored["step"] in (before, before + 5)  # type: ignore[index]
+    assert digests(tmp_path, "pooled") == digests(tmp_path, "plain")
+
+
 LARGE_BUFFER = """
 import pathlib, time
 import torch
