@@ -6,6 +6,8 @@ Most tests train in this process against a real SMP, and order the checkpoints i
 import os
 import re
 import signal
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -23,7 +25,7 @@ from ftrun.wire.messages import smp as smp_messages
 from ftrun.wire.shared_memory.pages import CommandField, HeartbeatField
 from ftrun.worker.session import Session
 from ftrun.worker.targets import pool_capture
-from tests.integration.conftest import Run, Start, script, start
+from tests.integration.conftest import Run, Start, free_port, in_full, script, start
 from tests.integration.in_process_worker import TIMEOUT_S
 from tests.integration.in_process_worker import Run as Worker
 from tests.memory_cgroup import memory_cgroup
@@ -32,7 +34,7 @@ __all__ = ["script", "start"]
 
 Write = Callable[..., str]
 MB = 10**6
-WIDTH = 512
+WIDTH = 1024
 STATE_MB = 4 * 3 * 4 * WIDTH * WIDTH / 1e6
 """Of one rank: four layers with two moments each."""
 
@@ -94,20 +96,34 @@ def digests(folder: Path, name: str, num_ranks: int = 2) -> list[str]:
     return [(folder / f"{name}-{rank}").read_text() for rank in range(num_ranks)]
 
 
+def undisturbed(folder: Path, train: str, num_ranks: int = 2, steps: int = 40) -> None:
+    """Run the script without an agent."""
+    port = free_port()
+    ranks = []
+    for rank in range(num_ranks):
+        names = {"RANK": rank, "WORLD_SIZE": num_ranks, "MASTER_ADDR": "127.0.0.1"}
+        given = {"MASTER_PORT": port, "OUT": "plain"}
+        env = os.environ | {key: str(value) for key, value in (names | given).items()}
+        words = [sys.executable, train, str(steps), "0"]
+        ranks.append(subprocess.Popen(words, cwd=folder, env=env))
+    assert [one.wait(TIMEOUT_S) for one in ranks] == [0] * num_ranks
+
+
 def phases(run: Run) -> list[str]:
     return [rank["phase"] for rank in run.status().get("ranks") or []]  # type: ignore[attr-defined]
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("num_ranks", [1, *in_full(2)])
 def test_kills_of_a_rank_and_of_the_smp_change_no_bit(
-    start: Start, script: Write, tmp_path: Path
+    start: Start, script: Write, tmp_path: Path, num_ranks: int
 ) -> None:
     """Pools of a quarter of the state, and a storage that takes longer than a step."""
     train = script(TRAIN)
-    plain = start("--nproc-per-node", "2", train, "40", "0", env={"OUT": "plain"})
-    assert plain.wait() == 0, plain.text
-    slow = ("--set", "checkpoint.max_bytes_per_s=15000000")
-    words = ("--nproc-per-node", "2", *KEPT, *limit(0.25), *slow, train, "40", "0.05")
+    undisturbed(tmp_path, train, num_ranks, steps=30)
+    slow = ("--set", f"checkpoint.max_bytes_per_s={num_ranks * 16 * MB}")
+    ranks, kept = ("--nproc-per-node", str(num_ranks)), limit(0.25, num_ranks)
+    words = (*ranks, *KEPT, *kept, *slow, train, "30", "0.05")
     run = start(*words, env={"OUT": "pooled"})
     run.wait_until("a checkpoint", lambda: checkpoints(run))
     status = snapshots(run)
@@ -115,11 +131,11 @@ def test_kills_of_a_rank_and_of_the_smp_change_no_bit(
     waited = re.search(r"the training waited ([0-9.]+) s", status["unprotected_reason"])
     assert waited is not None, status
     assert float(waited[1]) > 0.5
-    assert 0 < status["memory_bytes"] <= 2 * 0.25 * STATE_MB * 1e6
+    assert 0 < status["memory_bytes"] <= num_ranks * 0.25 * STATE_MB * 1e6
 
     run.wait_until("a capture", lambda: any("the storage" in one for one in phases(run)))
     before = checkpoints(run)[-1]
-    os.kill(run.pids()[1], signal.SIGKILL)
+    os.kill(run.pids()[-1], signal.SIGKILL)
     run.wait_for_step(before + 1, generation=1)
     restored = run.journal("restore_point_chosen")[-1]["version"]
     assert restored["step"] == before  # type: ignore[index]
@@ -130,7 +146,7 @@ def test_kills_of_a_rank_and_of_the_smp_change_no_bit(
     run.wait_until("a later checkpoint", lambda: checkpoints(run)[-1] > step)
     assert run.wait() == 0, run.text
     assert len(run.journal("generation_started")) == 2
-    assert digests(tmp_path, "pooled") == digests(tmp_path, "plain")
+    assert digests(tmp_path, "pooled", num_ranks) == digests(tmp_path, "plain", num_ranks)
 
 
 @pytest.mark.full
@@ -139,12 +155,11 @@ def test_a_rank_whose_slots_fit_leaves_them_if_another_rank_has_none(
 ) -> None:
     """Both slots of one rank fit, and then one slot of each."""
     train = script(TRAIN)
-    plain = start("--nproc-per-node", "2", train, "40", "0", env={"OUT": "plain"})
-    assert plain.wait() == 0, plain.text
+    undisturbed(tmp_path, train)
     words = ("--nproc-per-node", "2", *KEPT, *limit(1.2), train, "40", "0.1")
     run = start(*words, env={"OUT": "pooled"})
     run.wait_until("a checkpoint", lambda: checkpoints(run))
-    assert run.text.count("through a pool of 15 MB") == 2, run.text
+    assert run.text.count("through a pool of 60 MB") == 2, run.text
     assert snapshots(run)["memory_bytes"] < 2.1 * STATE_MB * 1e6 * 1.2
     before = checkpoints(run)[-1]
     os.kill(run.pids()[0], signal.SIGKILL)
@@ -229,8 +244,7 @@ def test_a_kill_at_any_point_of_a_pooled_capture_changes_no_bit(
 ) -> None:
     """With checkpoints that are due by time. A rank is killed too, so that one is loaded."""
     train = script(TRAIN)
-    plain = start("--nproc-per-node", "2", train, "40", "0", env={"OUT": "plain"})
-    assert plain.wait() == 0, plain.text
+    undisturbed(tmp_path, train)
     for point in POINTS:
         saved = ("--checkpoint-dir", f"saved-{point}", "--checkpoint-every", "0.5")
         words = ("--nproc-per-node", "2", *saved, *limit(0.25), train, "40", "0.1")

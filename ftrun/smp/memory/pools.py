@@ -128,7 +128,7 @@ class CapturePools:
         try:
             room = self._memory.pool_room(_least_bytes(wanted), max(wanted.values()))
             for rank, num_bytes in wanted.items():
-                size = max(min(num_bytes, room // len(wanted)), PAGE_BYTES)
+                size = max(min(num_bytes, room // len(wanted) - PAGE_BYTES), PAGE_BYTES)
                 made[rank] = create_pool(rank, size // PAGE_BYTES * PAGE_BYTES)
         except (MemoryTooSmall, OSError) as error:
             for fd in made.values():
