@@ -66,6 +66,8 @@ for step in session.steps(steps):
     optimizer.step()
     history["losses"].append(loss.item())
     time.sleep(pace_s)
+    if step >= steps - 20 and os.path.exists("slow"):
+        time.sleep(1)
 found = hashlib.sha256(repr(history).encode())
 for tensor in model.state_dict().values():
     found.update(tensor.contiguous().numpy().tobytes())
@@ -141,9 +143,11 @@ def test_kills_of_a_rank_and_of_the_smp_change_no_bit(
     assert restored["step"] == before  # type: ignore[index]
 
     run.wait_until("a capture", lambda: any("the storage" in one for one in phases(run)))
+    (tmp_path / "slow").touch()  # the next SMP takes some time to start
     os.kill(run.pid_of("smp"), signal.SIGKILL)
     step = max(rank["step"] or 0 for rank in run.status()["ranks"])  # type: ignore[attr-defined]
     run.wait_until("a later checkpoint", lambda: checkpoints(run)[-1] > step)
+    (tmp_path / "slow").unlink()
     assert run.wait() == 0, run.text
     assert len(run.journal("generation_started")) == 2
     assert digests(tmp_path, "pooled", num_ranks) == digests(tmp_path, "plain", num_ranks)
