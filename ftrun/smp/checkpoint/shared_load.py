@@ -299,10 +299,14 @@ def load_share(
     shapes = [_shape(shard, index.world_size) for shard in own]
     check_sizes(source, own)
     make: Callable[[ArenaShape], int] = create
+    has_all_ranks = len(load_group.ranks[node]) == world_size
+    needed_bytes = sum(shape.total_bytes for shape in shapes)
     try:
-        check(sum(shape.total_bytes for shape in shapes))
+        check(needed_bytes)
+        if has_all_ranks:  # the ranks, which do not run yet, need memory for their state too
+            available_memory().check(needed_bytes + sum(shape.image_bytes for shape in shapes))
     except MemoryTooSmall:
-        if len(load_group.ranks[node]) < world_size:
+        if not has_all_ranks:
             raise  # other nodes rely on the version in this node's memory
         make = _maker_of_one_slot(source, shapes)
         shapes = [replace(shape, num_slots=1) for shape in shapes]
