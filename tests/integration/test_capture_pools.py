@@ -64,7 +64,7 @@ for step in session.steps(steps):
     optimizer.step()
     history["losses"].append(loss.item())
     time.sleep(pace_s)
-    if step >= steps - 20 and os.path.exists("slow"):
+    if step >= steps - 25 and os.path.exists("slow"):
         time.sleep(1)
 found = hashlib.sha256(repr(history).encode())
 for tensor in model.state_dict().values():
@@ -134,6 +134,7 @@ def test_kills_of_a_rank_and_of_the_smp_change_no_bit(
     """Pools of a quarter of the state, and a storage that takes longer than a step."""
     train = script(TRAIN)
     undisturbed(tmp_path, train, num_ranks, steps=30, width=width)
+    (tmp_path / "slow").touch()  # the run must not end before the next SMP has a pool
     slow = ("--set", f"checkpoint.max_bytes_per_s={16 * MB}")
     ranks, kept = ("--nproc-per-node", str(num_ranks)), limit(0.25, num_ranks, width)
     words = (*ranks, *KEPT, *kept, *slow, train, "30", "0.05", str(width))
@@ -154,7 +155,6 @@ def test_kills_of_a_rank_and_of_the_smp_change_no_bit(
     assert restored["step"] == before  # type: ignore[index]
 
     run.wait_until("a capture", lambda: any("the storage" in one for one in phases(run)))
-    (tmp_path / "slow").touch()  # the next SMP takes some time to start
     os.kill(run.pid_of("smp"), signal.SIGKILL)
     step = max(rank["step"] or 0 for rank in run.status()["ranks"])  # type: ignore[attr-defined]
     run.wait_until("a later checkpoint", lambda: checkpoints(run)[-1] > step)
