@@ -94,7 +94,7 @@ class Maintenance:
         give_up_s = clock.now_s() + self._limit_s(command)
         self._await_smp(give_up_s, is_cancelled)
         versions = self._last_versions()
-        if versions or run.smp.committed:
+        if versions or run.smp.committed or run.smp.needed.pool_bytes:
             if not self._write_last(versions, give_up_s, is_cancelled):
                 self._await_smp(give_up_s, is_cancelled)  # it has ended just now
                 if not self._write_last(versions, give_up_s, is_cancelled):
@@ -159,6 +159,8 @@ class Maintenance:
             return True
         try:
             if run.smp.finish_checkpoint(give_up_s, is_cancelled):
+                if run.smp.needed.pool_bytes:
+                    return True  # no version is in memory
                 if run.spec.nodes is None:
                     self.checkpoints.write_newest()
                     run.smp.finish_checkpoint(give_up_s, is_cancelled)

@@ -24,6 +24,10 @@ class _Section(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 # fmt: off
+MEMORY_LIMIT = "snapshot.max_memory_gb of the profile"
+"""Names the limit in a `MemoryTooSmall`."""
+
+
 class SnapshotConfig(_Section, frozen=True, kw_only=True):
     """Snapshots in memory."""
 
@@ -48,6 +52,12 @@ class SnapshotConfig(_Section, frozen=True, kw_only=True):
         "device: clone GPU state on the GPU at the boundary, if there is room")] = "off"
     d2h_gb_s: Annotated[float, _meta(
         "limit in GB/s for copies of snapshots from each GPU; 0: none", ge=0)] = 0.0
+    max_memory_gb: Annotated[float, _meta(
+        "limit in GB for the snapshots of a node's own ranks in memory; 0: none", ge=0)] = 0.0
+
+    @property
+    def limit_bytes(self) -> int:
+        return int(self.max_memory_gb * 1e9)
 
 
 class StartConfig(_Section, frozen=True, kw_only=True):

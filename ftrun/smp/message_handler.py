@@ -51,6 +51,7 @@ class MessageHandler:
             self.commits,
             self._loaded,
             lambda: self.agent is not None,
+            lambda: self.requests.pools,
         )
         self.group_work = RedundancyCoordinator(
             run_id,
@@ -66,6 +67,7 @@ class MessageHandler:
             send_to_agent=self._send_to_agent,
             is_short=self.checkpoints.give_back,
             parity_region_bytes=lambda: self.group_work.parity_store.allocated_bytes,
+            show_pooled=self.commits.show_pooled,
         )
         self.files = SavedFiles(run_id, jobs, self._send_to_agent)
         self._run_id = run_id
@@ -92,8 +94,10 @@ class MessageHandler:
         except (OSError, ValueError) as error:
             raise ProtocolError(f"the command page cannot be mapped: {error}") from error
         group = protecting_of(body)
+        self.memory.limit_bytes = body.memory_limit_bytes
         if body.generation > before:
             self.memory.forget_requests()
+            self.requests.pools.free()
         self.requests.begin(parity_share(group))
         self.group_work.begin_generation(body, group, page)
         self.checkpoints.own(body.claim)
@@ -203,6 +207,7 @@ class MessageHandler:
 
     def free(self) -> None:
         self.checkpoints.stop()
+        self.requests.pools.free()
         self.files.free()
         self.group_work.free()
         self.memory.free()

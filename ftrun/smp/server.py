@@ -35,6 +35,7 @@ _OfWorker = (
     worker_messages.ReserveMemory
     | worker_messages.PrepareArena
     | worker_messages.RequestArena
+    | worker_messages.RequestPool
     | worker_messages.RequestShares
     | worker_messages.ShardSealed
     | worker_messages.WithdrawShard
@@ -271,6 +272,8 @@ class SmpServer:
                 handler.requests.prepare(requester, body)
             case worker_messages.RequestArena():
                 handler.requests.request(requester, body)
+            case worker_messages.RequestPool():
+                handler.requests.pools.request(requester, body)
             case worker_messages.ShardSealed():
                 handler.requests.sealed(rank)
                 sealed = version(body.generation, body.step)

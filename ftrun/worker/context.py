@@ -66,6 +66,12 @@ class WorkerContext:
     def arena_fd(self) -> int | None:
         return self.launch.descriptors.get("arena")
 
+    def close_arena(self) -> None:
+        """Close the inherited descriptor, which would keep memory that the SMP frees."""
+        fd = self.launch.descriptors.pop("arena", None)
+        if fd is not None:
+            os.close(fd)
+
     @cached_property
     def unprotected(self) -> UnprotectedReasons:
         return UnprotectedReasons(self.page)

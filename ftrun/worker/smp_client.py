@@ -31,8 +31,10 @@ from ftrun.wire.messages.worker import (
     MemoryRefused,
     OpenShards,
     PiecesFetched,
+    PoolGranted,
     PrepareArena,
     RequestArena,
+    RequestPool,
     RequestShares,
     ReserveMemory,
     ShardHeadersFetched,
@@ -123,6 +125,30 @@ class WorkerSmpClient:
         if not isinstance(received.body, ArenaGranted) or len(received.fds) != 1:
             raise ProtocolError(f"the SMP answered {received.body!r} to a request for memory")
         return received.fds[0]
+
+    def request_pool(self, num_bytes: int) -> int:
+        """Return the descriptor of a capture pool, for a state of this size; the caller closes it.
+
+        The SMP answers when all ranks of the node have requested one. Raises MemoryTooSmall.
+        """
+        received = self._ask(RequestPool(self._context.rank, num_bytes))
+        if not isinstance(received.body, PoolGranted):
+            _raise_if_refused(received, 0)
+            raise ProtocolError(f"the SMP answered {received.body!r} to a request for a pool")
+        return received.fds[0]
+
+    def is_lost(self) -> bool:
+        """Whether the SMP that answered the last request has ended; never waits."""
+        if not self._lock.acquire(blocking=False):
+            return False  # a request is in progress
+        try:
+            if self._channel is not None:
+                self._channel.receive_ready()
+        except (PeerError, ProtocolError):
+            self._drop()
+        finally:
+            self._lock.release()
+        return self._channel is None
 
     def request_shares(self, key: int, members: Sequence[Rank]) -> tuple[Rank, ...]:
         """Return the ranks that share their replicas with this one; empty if the SMP refuses.

@@ -19,7 +19,7 @@ from ftrun.errors import MemoryTooSmall, PeerError, SnapshotError
 from ftrun.ids import Version
 from ftrun.snapshot.layout import Layout
 from ftrun.snapshot.replica_shares import Group
-from ftrun.wire.shared_memory.arena import Arena
+from ftrun.wire.shared_memory.arena import NUM_SLOTS, Arena
 from ftrun.wire.shared_memory.pages import CommandField, HeartbeatField
 from ftrun.worker.capture.boundaries import AccumulationTracker
 from ftrun.worker.capture.boundary_digests import BoundaryDigests
@@ -161,7 +161,10 @@ class SnapshotSession:
         if not context.settings.enabled:
             return
         state = self._checked.begin(extra())  # raises ValueNotStorable
-        expected = self._reserve(state) if self._inherited is None else None
+        inherited, self._inherited = self._inherited, None
+        if inherited is not None and inherited.shape.num_slots < NUM_SLOTS:
+            inherited = None  # it is only restored from
+        expected = self._reserve(state) if inherited is None else None
         is_undeclared = self._attached.layout is None
         shares = ReplicaShares(
             context, self._link, restored=self._members, is_allowed=is_undeclared
@@ -169,8 +172,8 @@ class SnapshotSession:
         of_steps = self._graphs.outside_captures
         self._capture = Capture(context, self._tree, self._link, shares, self._streams, of_steps)
         atexit.register(self._capture.finish)
-        if self._inherited is not None:
-            self._capture.warm(self._inherited)
+        if inherited is not None:
+            self._capture.warm(inherited)
         if expected is not None:
             self._capture.prepare(expected)
 

@@ -145,6 +145,15 @@ def test_a_kill_at_a_point_of_a_snapshot_changes_no_bit(
 
 
 @full
+def test_a_kill_in_a_capture_through_a_pool_changes_no_bit(
+    tmp_path_factory: pytest.TempPathFactory, undisturbed: Checked
+) -> None:
+    """Memory for one slot of each rank: a checkpoint of state on a device is written and loaded."""
+    first = ("--set", "snapshot.max_memory_gb=0.0007", *WARM)
+    kill_at_each(["worker.pool.sealed"], tmp_path_factory, undisturbed, *first)
+
+
+@full
 def test_a_kill_at_any_point_of_a_snapshot_changes_no_bit(
     tmp_path_factory: pytest.TempPathFactory, undisturbed: Checked
 ) -> None:

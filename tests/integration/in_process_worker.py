@@ -11,6 +11,7 @@ from torch import nn
 from ftrun import clock
 from ftrun.config.profile import SnapshotConfig
 from ftrun.ids import RunId, Version, version
+from ftrun.wire.messages import checkpoint as checkpoint_messages
 from ftrun.wire.messages import envelope as messages
 from ftrun.wire.messages import smp as smp_messages
 from ftrun.wire.messages import worker as worker_messages
@@ -44,6 +45,8 @@ _UNSOLICITED = (
     | smp_messages.AbandonVersion
     | smp_messages.RestoreReady
     | smp_messages.SmpNotice
+    | checkpoint_messages.CheckpointWritten
+    | checkpoint_messages.CheckpointFailed
 )
 
 

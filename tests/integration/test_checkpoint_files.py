@@ -18,6 +18,7 @@ from ftrun.ids import Rank, RunId, version
 from ftrun.smp.checkpoint import slot_reader
 from ftrun.smp.checkpoint.index import parse_index
 from ftrun.smp.checkpoint.load import LoadedCheckpoint, LoadJob, load_checkpoint
+from ftrun.smp.checkpoint.shared_load import LoadGroup
 from ftrun.smp.checkpoint.slot_reader import CopyBeforeOverwrite, SlotOverwritten, find_shards
 from ftrun.smp.checkpoint.storage.direct_file import CopyBuffers, Throttle
 from ftrun.smp.checkpoint.storage.local import LocalStorage
@@ -32,6 +33,7 @@ from ftrun.wire.shared_memory.arena import (
     SlotHeader,
     SlotState,
     create_memfd,
+    read_shape,
     table_digest,
     verify,
 )
@@ -323,15 +325,30 @@ def test_several_writers_of_one_node(arenas: Arenas, tmp_path: Path, free_bytes:
     assert check(load(tmp_path), 4) == []
 
 
-def test_too_little_memory_is_an_error_of_its_own(arenas: Arenas, tmp_path: Path) -> None:
+def test_too_little_memory_is_an_error_on_several_nodes_and_needs_none_on_one(
+    arenas: Arenas, tmp_path: Path
+) -> None:
+    """The ranks of one node are restored from files without a name, of one slot each."""
     arenas.seal(4)
     write(arenas, tmp_path)
+    before = sorted(tmp_path.iterdir())
 
     def refuse(needed_bytes: int) -> None:
         raise MemoryTooSmall(needed_bytes=needed_bytes, available_bytes=1, limit="test")
 
+    of_two_nodes = LoadJob(2, RANKS[:1], refuse, group=LoadGroup([RANKS[:1], RANKS[1:]], 0))
     with pytest.raises(MemoryTooSmall):
-        load_checkpoint(str(tmp_path), LoadJob(2, RANKS, refuse), threading.Event())
+        load_checkpoint(str(tmp_path), of_two_nodes, threading.Event())
+    num_open = len(os.listdir("/proc/self/fd"))
+    loaded = load_checkpoint(str(tmp_path), LoadJob(2, RANKS, refuse), threading.Event())
+    assert loaded is not None
+    for fd in loaded.fds:
+        assert read_shape(fd).num_slots == 1
+        assert os.readlink(f"/proc/self/fd/{fd}").startswith(str(tmp_path))
+        assert os.fstat(fd).st_nlink == 0
+    assert check(loaded, 4) == []
+    assert len(os.listdir("/proc/self/fd")) == num_open
+    assert sorted(tmp_path.iterdir()) == before
 
 
 def test_old_checkpoints_and_what_a_killed_writer_left_are_removed(

@@ -14,7 +14,7 @@ from pathlib import Path
 from ftrun.errors import FaultRefused, LayoutUnknown
 from ftrun.ids import Rank, Version
 from ftrun.snapshot.layout import parse_header
-from ftrun.wire.shared_memory.arena import NUM_SLOTS, Arena, SlotState, read_slot_headers
+from ftrun.wire.shared_memory.arena import Arena, SlotState, read_slot_headers
 from ftrun.wire.shared_memory.parity_region import ParityRegion, ParityRegionState
 
 _WHOLE = (ParityRegionState.COMPLETE, ParityRegionState.COMMITTED)
@@ -34,7 +34,7 @@ def newest_common(arenas: Mapping[Rank, Sequence[int]], ranks: Sequence[int]) ->
 def flip_from(arenas: Mapping[Rank, Sequence[int]], rank: int, oldest: Version) -> None:
     for fd in arenas.get(Rank(rank), ()):
         with closing(Arena(fd, writable=True)) as arena:
-            for slot in range(NUM_SLOTS):
+            for slot in range(arena.shape.num_slots):
                 header = arena.header(slot)
                 if header.state is SlotState.SEALED and header.version >= oldest:
                     _flip(arena, slot)

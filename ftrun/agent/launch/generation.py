@@ -304,7 +304,8 @@ class GenerationRunner:
         self._report_bad(plan.history.bad_checkpoints)
         for source in sources:
             claim = claim_of(plan, self._node_id, self._spec)
-            order = load_order(plan, self._node_id, source, self._smp, claim)
+            limit_bytes = self._spec.profile.snapshot.limit_bytes
+            order = load_order(plan, self._node_id, source, self._smp, claim, limit_bytes)
             answer = self._smp.load_checkpoint(order)
             if isinstance(answer, str):
                 raise SnapshotError(f"{answer}. Nothing there was changed")

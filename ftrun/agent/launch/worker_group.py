@@ -48,6 +48,8 @@ _ORPHANS_WAIT_S = 1.0
 _POLL_AGAIN_S = 0.002
 AWAY_S = 2.0
 """Longer than any turn of the loop takes while the machine runs."""
+_LEAST_WAIT_S = 0.05
+_POOL_WAIT = ". In the last capture, the training waited {:.1f} s for the storage"
 
 
 class WorkerGroup:
@@ -331,7 +333,8 @@ class WorkerGroup:
         pages = self.pages
         notes = [page.note for page in pages if page.get(HeartbeatField.UNPROTECTED)]
         if notes:
-            return notes[0]
+            waited_s = most(pages, HeartbeatField.POOL_WAIT_NS) / 1e9
+            return notes[0] + (_POOL_WAIT.format(waited_s) if waited_s >= _LEAST_WAIT_S else "")
         # ftrun.dcp takes snapshots without `attach`.
         is_attached = any(page.get(HeartbeatField.ATTACHED) for page in pages)
         is_protected = is_attached or self.committed() is not None

@@ -270,7 +270,7 @@ def _snapshots(run: "Run", now_s: float) -> SnapshotStatus:
         generation=committed[0] if committed else None,
         age_s=_age_s(run, committed, now_s) if committed else None,
         bytes_per_rank=most(pages, HeartbeatField.IMAGE_BYTES),
-        memory_bytes=arena_bytes + redundancy_bytes,
+        memory_bytes=arena_bytes + redundancy_bytes + run.smp.needed.pool_bytes,
         redundancy_bytes=redundancy_bytes,
         needed_bytes=needed_bytes(
             run.smp.needed,

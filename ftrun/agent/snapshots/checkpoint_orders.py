@@ -22,6 +22,8 @@ from ftrun.wire.shared_memory.pages import CommandField, HeartbeatField
 if TYPE_CHECKING:
     from ftrun.agent.launcher import Run
 
+_ANY_WAIT_S = 1e9
+
 _log = logging.getLogger(__name__)
 
 
@@ -60,6 +62,11 @@ class CheckpointOrders:
 
     def _begin_due(self, new: Sequence[Version], now_s: float) -> None:
         run, settings = self._run, self._run.spec.profile.checkpoint
+        commands = run.workers.commands
+        if commands is not None and commands.get(CommandField.POOLED):
+            if run.smp.needed.pool_bytes:
+                self._request_pooled(now_s)
+            return
         for found in filter(self._is_due_at, new):
             self.newest_order = found
             self._begin(self._write_order(found))
@@ -75,6 +82,19 @@ class CheckpointOrders:
             elif run.smp.committed or committed is not None:
                 self._due_s = now_s + settings.every_s
                 self._begin(self._write_order())
+
+    def _request_pooled(self, now_s: float) -> None:
+        """Request the next capture into the pools, unless one is awaited or being written.
+
+        It is awaited as long as the generation lasts: ranks that begin it wait for a reader.
+        """
+        run, every_steps = self._run, self._run.spec.persist_every
+        if run.smp.num_writes or (not every_steps and now_s <= self._due_s):
+            return
+        self._due_s = now_s + run.spec.profile.checkpoint.every_s
+        step = most(run.workers.pages, HeartbeatField.STEP)
+        next_step = (step // every_steps + 1) * every_steps if every_steps else step + 1
+        self._capture(next_step, _ANY_WAIT_S)
 
     def write_part(self, wanted: Version, *, is_urgent: bool = False) -> None:
         """Write this node's part of a version that all nodes write now."""
@@ -94,10 +114,14 @@ class CheckpointOrders:
         run = self._run
         if from_step < 0 or run.generations.is_alone:  # the leader does not know the step in time
             from_step = most(run.workers.pages, HeartbeatField.STEP) + 1
-        if run.workers.commands is not None:
-            run.workers.commands.set(CommandField.CAPTURE_FROM, from_step)
         wait_s = run.spec.profile.checkpoint.live_capture_timeout_s
         wait_s += 2 * run.rank_observer.p99_s
+        self._capture(from_step, wait_s)
+
+    def _capture(self, from_step: int, wait_s: float) -> None:
+        run = self._run
+        if run.workers.commands is not None:
+            run.workers.commands.set(CommandField.CAPTURE_FROM, from_step)
         self._begin(self._write_order(capture_from=from_step, wait_s=wait_s))
 
     def committed(self, found: Version) -> None:

@@ -66,6 +66,8 @@ class AgentSmpClient:
     files: RetainedFiles = field(default_factory=RetainedFiles)
     needed: smp_messages.MemoryNeeded = field(default_factory=lambda: smp_messages.MemoryNeeded(0))
     """What snapshots need on this node, as the SMP reported it last."""
+    had_pools: bool = False
+    """Ranks have captured through pools since the last commit."""
     ready_version: Version | None = None
     """The newest version that this node holds and its group protects, in this generation."""
     survives: int = 0
@@ -378,6 +380,7 @@ class AgentSmpClient:
             case smp_messages.VersionCommitted():
                 self.committed = version(body.generation, body.step)
                 self.num_commits += 1
+                self.had_pools = False
                 self.new_commits.append(self.committed)
                 if self.committed.generation == self._generation:
                     self.memory.drop_other_ranks(self._local_ranks)
@@ -412,7 +415,9 @@ class AgentSmpClient:
             case smp_messages.ParityRegionCreated():
                 self.memory.retain_parity_region(body.slot, *received.fds)
             case smp_messages.MemoryNeeded():
+                self._holds_more |= body.num_freed > self.needed.num_freed
                 self.needed = body
+                self.had_pools |= body.pool_bytes > 0
             case smp_messages.ParityRegionFreed():
                 self.memory.drop_parity_region(body.slot)
             case smp_messages.VersionReady():

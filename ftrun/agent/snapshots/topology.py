@@ -107,6 +107,7 @@ def begin_generation(
         pace_bytes_s=float(paths.snapshot_bytes_per_s) if paths is not None else 0.0,
         own=None if ranks and group else places.of(node_id),
         claim=claim_of(plan, node_id, spec),
+        memory_limit_bytes=spec.profile.snapshot.limit_bytes,
     )
 
 
@@ -124,6 +125,7 @@ def load_order(
     source: CheckpointSource,
     smp: AgentSmpClient,
     claim: CheckpointClaim | None,
+    memory_limit_bytes: int,
 ) -> LoadCheckpoint:
     ids = [node.node_id for node in plan.members]
     ranks = [list(node.ranks) for node in plan.members]
@@ -139,6 +141,8 @@ def load_order(
         ids.index(node_id) if is_shared else 0,
         plan.history.bad_checkpoints,
         claim if claim is not None and claim.directory == source.directory else None,
+        memory_limit_bytes,
+        smp.had_pools,
     )
 
 

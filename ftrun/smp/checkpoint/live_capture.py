@@ -27,14 +27,15 @@ Rule 4: several nodes write the first capture from a step that no rank had reach
 
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import xxhash
 
 from ftrun import clock
 from ftrun.errors import SnapshotCorrupt
-from ftrun.ids import Generation, Version
+from ftrun.ids import Generation, Rank, Version
 from ftrun.smp.checkpoint.slot_reader import (
     ArenaFds,
     CopyBeforeOverwrite,
@@ -76,6 +77,8 @@ class CaptureFilter:
         is_committed: returns whether a version was committed; None: it may still be.
         from_step: the first capture from this step on is followed.
         has_begun: set when that capture has begun, or is not awaited any more.
+        pools: descriptors of the capture pools of all local ranks. With any, only a capture into
+            them is followed.
     """
 
     generation: Generation
@@ -85,10 +88,11 @@ class CaptureFilter:
     is_committed: Callable[[Version], bool | None]
     from_step: int
     has_begun: threading.Event = field(default_factory=threading.Event)
+    pools: Mapping[Rank, int] = field(default_factory=dict)
 
 
-_Slot = tuple[int, int, SlotHeader, ArenaShape]
-"""Descriptor of the arena, number of the slot, its header, the arena's shape."""
+Started = tuple[Version, Sequence[Callable[["LiveCapture"], "LiveSlot"]]]
+"""The version that is being captured, and for each rank the function that opens its slot."""
 
 
 class LiveCapture:
@@ -96,15 +100,15 @@ class LiveCapture:
 
     def __init__(
         self,
-        slots: Sequence[_Slot],
+        started: Started,
         follow: CaptureFilter,
         *,
         gap_s: float,
         room: CopyBuffers,
         stop: threading.Event,
     ) -> None:
-        self.version: Version = slots[0][2].version
-        self.shards = [LiveSlot(self, *one) for one in slots]
+        self.version = started[0]
+        self.shards = [opened(self) for opened in started[1]]
         self.written_ns = 0
         """When the first bytes were written to the file; 0 if none have been."""
         self._follow = follow
@@ -113,6 +117,11 @@ class LiveCapture:
         self._stop = stop
         self.are_sealed = False
         """All ranks here have sealed. Before that nothing is overwritten, so nothing is copied."""
+
+    @property
+    def is_abandoned(self) -> bool:
+        """Whether the version will not be committed, because a rank has no snapshot of it."""
+        return self._follow.is_committed(self.version) is False
 
     @property
     def ahead_s(self) -> float:
@@ -267,14 +276,15 @@ def await_capture(
     gap_s: float,
     room: CopyBuffers,
     stop: threading.Event,
+    pooled: Callable[[], Started | None] | None = None,
 ) -> LiveCapture | None:
     """Return the version that all ranks of `fds` are capturing; None if none begins in time.
 
-    `fds` may grow in the meantime.
+    `fds` may grow in the meantime. `pooled` returns the capture into pools, if ranks have them.
     """
     give_up_s = clock.now_s() + follow.wait_s
     while True:
-        found = _started(fds, world_size, follow)
+        found = pooled() if pooled is not None else _started(fds, world_size, follow)
         if found is not None:
             follow.has_begun.set()
             return LiveCapture(found, follow, gap_s=gap_s, room=room, stop=stop)
@@ -284,8 +294,8 @@ def await_capture(
             return None
 
 
-def _started(fds: ArenaFds, world_size: int, follow: CaptureFilter) -> Sequence[_Slot] | None:
-    slots: dict[Version, dict[int, _Slot]] = {}
+def _started(fds: ArenaFds, world_size: int, follow: CaptureFilter) -> Started | None:
+    slots: dict[Version, dict[int, Callable[[LiveCapture], LiveSlot]]] = {}
     for rank, some in sorted(fds.items()):
         for fd in some:
             shape = read_shape(fd)
@@ -295,9 +305,16 @@ def _started(fds: ArenaFds, world_size: int, follow: CaptureFilter) -> Sequence[
                 is_on = header.state in (SlotState.COPYING, SlotState.SEALED)
                 is_ours = header.generation == follow.generation
                 if is_on and is_ours and header.step >= follow.from_step:
-                    slots.setdefault(header.version, {})[rank] = (fd, slot, header, shape)
+                    opened = partial(_open, fd, slot, header, shape)
+                    slots.setdefault(header.version, {})[rank] = opened
     for version in sorted(slots):
         found = slots[version]
         if len(found) == len(fds):
-            return [found[rank] for rank in sorted(found)]
+            return version, [found[rank] for rank in sorted(found)]
     return None
+
+
+def _open(
+    fd: int, slot: int, header: SlotHeader, shape: ArenaShape, capturing: LiveCapture
+) -> LiveSlot:
+    return LiveSlot(capturing, fd, slot, header, shape)

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 from ftrun import clock
+from ftrun.config.profile import MEMORY_LIMIT
 from ftrun.errors import (
     CheckpointError,
     CheckpointsTaken,
@@ -48,6 +49,7 @@ from ftrun.smp.client import Requester
 from ftrun.smp.jobs import Finish, IntervalTimer, JobLanes, at_low_priority
 from ftrun.smp.memory.arenas import ArenaStore, SmpArena
 from ftrun.smp.memory.commits import CommitCoordinator
+from ftrun.smp.memory.pools import CapturePools
 from ftrun.snapshot.commit_tracker import CommitTracker
 from ftrun.urls import without_password
 from ftrun.wire.checkpoint_owner import OWNER_NAME, CheckpointClaim
@@ -76,6 +78,7 @@ class CheckpointService:
         commits: which versions are committed.
         loaded: runs before the agent's answer.
         is_attended: the agent is connected.
+        pools: returns the capture pools of this node's ranks.
     """
 
     def __init__(
@@ -86,12 +89,14 @@ class CheckpointService:
         commits: CommitCoordinator,
         loaded: Callable[[LoadedCheckpoint], None],
         is_attended: Callable[[], bool],
+        pools: Callable[[], CapturePools],
     ) -> None:
         self._run_id = run_id
         self._jobs = jobs
         self._memory = memory
         self._commits = commits
         self._loaded = loaded
+        self._pools = pools
         self._stop = threading.Event()
         self._owner = CheckpointOwnership(run_id, self._stop, is_attended)
         self._hurries = threading.Event()
@@ -145,7 +150,7 @@ class CheckpointService:
         self._jobs.submit(
             lane.name,
             partial(self._write, requester, lane, order, fds),
-            failed=partial(self._end, requester, lane, fds, failed),
+            failed=partial(self._end, requester, lane, order, fds, failed),
         )
 
     def _is_capture_awaited(self, generation: int) -> bool:
@@ -160,15 +165,27 @@ class CheckpointService:
     ) -> CaptureFilter | None:
         if body.capture_from is None:
             return None
-        generation = Generation(body.capture_from[0])
+        generation, pools = Generation(body.capture_from[0]), self._duplicated_pools()
+
+        def is_over() -> bool:
+            # Ranks that have begun to capture through pools take no other snapshot.
+            has_left_slots = not pools and self._pools().are_complete
+            return tracker.generation != generation or has_left_slots
+
         return CaptureFilter(
             generation,
-            is_over=lambda: tracker.generation != generation,
+            is_over=is_over,
             hurries=self._hurries.is_set,
             wait_s=body.live_capture_timeout_s,
             is_committed=self._commits.is_committed,
             from_step=body.capture_from[1],
+            pools=pools,
         )
+
+    def _duplicated_pools(self) -> dict[Rank, int]:
+        """Empty unless all ranks here capture through pools."""
+        pools = self._pools()
+        return {r: os.dup(fd) for r, fd in pools.fds.items()} if pools.are_complete else {}
 
     def _take_in(self, arena: SmpArena) -> None:
         """Show a new arena to the jobs, because the capture that a job awaits may be in it."""
@@ -215,23 +232,36 @@ class CheckpointService:
     def _write(self, requester: Requester, lane: _Lane, order: WriteJob, fds: ArenaFds) -> Finish:
         started_s = clock.now_s()
         answer: messages.AnyMessage
+        is_pooled = False
         try:
             done = at_low_priority(partial(self._written, lane, order, fds))
             answer = _answer(done, clock.now_s() - started_s)
+            is_pooled = done.is_pooled and not done.missing_ranks
         except CheckpointError as error:
             is_superseded = isinstance(error, CheckpointSuperseded)
             answer = checkpoint_messages.CheckpointFailed(str(error), is_superseded)
         finally:
             _free(lane.room)
-        return partial(self._end, requester, lane, fds, answer)
+        return partial(self._end, requester, lane, order, fds, answer, is_pooled=is_pooled)
 
     def _end(
-        self, requester: Requester, lane: _Lane, fds: ArenaFds, answer: messages.AnyMessage
+        self,
+        requester: Requester,
+        lane: _Lane,
+        order: WriteJob,
+        fds: ArenaFds,
+        answer: messages.AnyMessage,
+        *,
+        is_pooled: bool = False,
     ) -> None:
         lane.jobs = [one for one in lane.jobs if one[1] is not fds]
         for fd in (fd for some in fds.values() for fd in some):
             os.close(fd)
+        for fd in order.follow.pools.values() if order.follow is not None else ():
+            os.close(fd)
         requester.send(answer)
+        if is_pooled:
+            self._pools().written()
         self._tidying.start(KEEP_S)
 
     def _clean_up(self) -> None:
@@ -293,10 +323,20 @@ class CheckpointService:
             )
 
     def _loaded_from(self, body: checkpoint_messages.LoadCheckpoint) -> LoadedCheckpoint | None:
+        def check(num_bytes: int) -> None:
+            limit_bytes, name = body.memory_limit_bytes, MEMORY_LIMIT
+            if body.had_pools or self._pools().are_complete:
+                limit_bytes, name = 1, "the ranks need the memory"
+            if 0 < limit_bytes < num_bytes:
+                raise MemoryTooSmall(
+                    needed_bytes=num_bytes, available_bytes=limit_bytes, limit=name
+                )
+            check_available(num_bytes)
+
         order = LoadJob(
             world_size=body.world_size,
             ranks=[Rank(rank) for rank in body.local_ranks],
-            check=check_available,
+            check=check,
             only=body.only,
             life=body.life,
             group=LoadGroup(body.ranks, body.node) if body.ranks else None,

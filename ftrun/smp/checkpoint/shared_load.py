@@ -21,13 +21,15 @@ import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 
 import msgspec
 import xxhash
 
 from ftrun import clock
-from ftrun.errors import CheckpointError, LayoutUnknown, SnapshotCorrupt
+from ftrun.errors import CheckpointError, LayoutUnknown, MemoryTooSmall, SnapshotCorrupt
 from ftrun.ids import Rank, Version, version
+from ftrun.linux import available_memory
 from ftrun.smp.checkpoint.index import CheckpointIndex, ShardFile
 from ftrun.smp.checkpoint.reader import (
     CheckpointFiles,
@@ -42,7 +44,13 @@ from ftrun.snapshot.layout import Layout
 from ftrun.snapshot.load_shares import Place, load_group_of, ranks_at, share_of
 from ftrun.snapshot.write_shares import FileExtent
 from ftrun.wire.crash_points import crash_point
-from ftrun.wire.shared_memory.arena import Arena, ArenaShape, SlotHeader, SlotState
+from ftrun.wire.shared_memory.arena import (
+    Arena,
+    ArenaShape,
+    SlotHeader,
+    SlotState,
+    create_on_disk,
+)
 
 LOADED_GENERATION = -1
 """Generation of a loaded version: lower than that of every version captured by a run."""
@@ -177,6 +185,12 @@ class SharedLoad:
         """Allow the checkpoint to be pruned; called if the load is given up, and by `seal`."""
         self.ends.close()
 
+    def unmap(self) -> None:
+        """Nothing is read here any more, so no mapping must keep memory that is freed."""
+        self._here.clear()
+        for arena in self._arenas.values():
+            arena.close()
+
     # --- details -------------------------------------------------------------------------------
 
     def _read(self, source: CheckpointFiles, places: Sequence[Place]) -> None:
@@ -269,8 +283,9 @@ def load_share(
 ) -> tuple[list[int], SharedLoad | None]:
     """Fill arenas with this node's share; return their descriptors, and the load if incomplete.
 
-    Raises MemoryTooSmall if the arenas do not fit. Raises CheckpointError, SnapshotCorrupt,
-    LayoutUnknown or OSError if the checkpoint cannot be used.
+    `check` raises MemoryTooSmall if this number of bytes does not fit. If this node runs all ranks,
+    it then makes arenas of one slot, in files if it can. Raises MemoryTooSmall; CheckpointError,
+    SnapshotCorrupt, LayoutUnknown or OSError if the checkpoint cannot be used.
     """
     node, shards = load_group.node, {shard.rank: shard for shard in index.shards}
     ranks = {
@@ -283,10 +298,21 @@ def load_share(
     own = [shards[rank] for rank in ranks[node]]
     shapes = [_shape(shard, index.world_size) for shard in own]
     check_sizes(source, own)
-    check(sum(shape.total_bytes for shape in shapes))
+    make: Callable[[ArenaShape], int] = create
+    has_all_ranks = len(load_group.ranks[node]) == world_size
+    needed_bytes = sum(shape.total_bytes for shape in shapes)
+    try:
+        check(needed_bytes)
+        if has_all_ranks:  # the ranks, which do not run yet, need memory for their state too
+            available_memory().check(needed_bytes + sum(shape.image_bytes for shape in shapes))
+    except MemoryTooSmall:
+        if not has_all_ranks:
+            raise  # other nodes rely on the version in this node's memory
+        make = _maker_of_one_slot(source, shapes)
+        shapes = [replace(shape, num_slots=1) for shape in shapes]
     fds: list[int] = []
     try:
-        fds.extend(create(shape) for shape in shapes)
+        fds.extend(make(shape) for shape in shapes)
         load = SharedLoad(source, own, index, fds)
         try:
             others = {r: shards[r] for other, some in ranks.items() if other != node for r in some}
@@ -300,7 +326,25 @@ def load_share(
         for fd in fds:
             os.close(fd)
         raise
-    return fds, None if load.is_whole else load
+    if not load.is_whole:
+        return fds, load
+    load.unmap()
+    return fds, None
+
+
+def _maker_of_one_slot(
+    source: CheckpointFiles, shapes: Sequence[ArenaShape]
+) -> Callable[[ArenaShape], int]:
+    """Make arenas that are only restored from; the ranks free them for their capture pools.
+
+    In files of the checkpoint directory, because the ranks restore into memory of the same size.
+    """
+    folder = os.path.dirname(source.path)
+    if source.storage.is_local and os.access(folder, os.W_OK):
+        return partial(create_on_disk, folder=folder)
+    needed_bytes = sum(replace(shape, num_slots=1).total_bytes for shape in shapes)
+    available_memory().check(needed_bytes)
+    return create
 
 
 def _shape(shard: ShardFile, world_size: int) -> ArenaShape:

@@ -11,11 +11,18 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from ftrun.errors import CheckpointError, CheckpointSuperseded
 from ftrun.ids import Generation, Rank, RunId, Version
 from ftrun.smp.checkpoint.index import FORMAT, CheckpointPart
-from ftrun.smp.checkpoint.live_capture import CaptureFilter, LiveCapture, await_capture
+from ftrun.smp.checkpoint.live_capture import (
+    CaptureFilter,
+    LiveCapture,
+    Started,
+    await_capture,
+)
+from ftrun.smp.checkpoint.pool_reader import pooled_slots, reading
 from ftrun.smp.checkpoint.slot_reader import (
     ArenaFds,
     CopyBeforeOverwrite,
@@ -152,6 +159,7 @@ class WriteResult:
         note: irregularities, as text.
         ahead_s: seconds between the first byte written and the last byte captured; 0 if writing
             started after the capture.
+        is_pooled: it came through capture pools, so no memory has the version.
     """
 
     version: Version
@@ -160,6 +168,7 @@ class WriteResult:
     missing_ranks: tuple[int, ...] = ()
     note: str = ""
     ahead_s: float = 0.0
+    is_pooled: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,7 +215,7 @@ def write_newest(
         if (found := _write_captured(fds, job, context, write)) is not None:
             return found
     except SlotOverwritten as error:
-        if not job.has_all_ranks:
+        if not job.has_all_ranks or (job.follow is not None and job.follow.pools):
             raise
         _log.info("cannot write the snapshot while it is captured: %s", error)
     throttle = context.throttle
@@ -235,25 +244,48 @@ def _write_captured(
     """Write a version while it is captured; None if no capture begins, and all ranks are here."""
     if job.follow is None:
         return None
+    if not job.follow.pools:
+        return _write_followed(fds, job, job.follow, context, write)
+    with reading(job.follow.pools) as pools:
+        pooled = partial(pooled_slots, pools, job.follow)
+        done = _write_followed(fds, job, job.follow, context, write, pooled)
+    if done is None:
+        raise CheckpointSuperseded("no capture into the pools has begun, and the generation ends")
+    return replace(done, is_pooled=True)
+
+
+def _write_followed(
+    fds: ArenaFds,
+    job: WriteJob,
+    follow: CaptureFilter,
+    context: WriterContext,
+    write: Callable[[ChosenVersion], WriteResult],
+    pooled: Callable[[], Started | None] | None = None,
+) -> WriteResult | None:
     capturing = await_capture(
         fds,
         job.world_size,
-        job.follow,
+        follow,
         gap_s=job.gap_s(context),
         room=context.room,
         stop=context.throttle.stop,
+        pooled=pooled,
     )
     if capturing is None:
         if job.has_all_ranks:
             return None
-        if job.follow.hurries():
+        if follow.hurries():
             raise CheckpointSuperseded("the requested snapshot has not begun, and the run ends")
         raise CheckpointError(
-            f"no snapshot from step {job.follow.from_step} on, which was requested for it, has "
-            f"begun (limit {job.follow.wait_s:.0f} s). The newest committed version will be "
+            f"no snapshot from step {follow.from_step} on, which was requested for it, has "
+            f"begun (limit {follow.wait_s:.0f} s). The newest committed version will be "
             "written instead"
         )
-    chosen = _chosen(capturing, fds, job, context)
+    if pooled is not None:
+        pace = capturing.paced(context.throttle)
+        chosen = ChosenVersion(capturing.version, capturing.shards, pace, is_live=True)
+    else:
+        chosen = _chosen(capturing, fds, job, context)
     return replace(write(chosen), ahead_s=capturing.ahead_s)
 
 

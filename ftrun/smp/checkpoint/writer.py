@@ -188,7 +188,7 @@ class _Attempt:
         self, context: WriterContext, storage: Storage, job: WriteJob, chosen: ChosenVersion
     ) -> None:
         self.storage = storage
-        self.job = replace(job, share_wait_s=0.0) if chosen.is_live else job
+        self.job = replace(job, share_wait_s=0.0, num_writers=0) if chosen.is_live else job
         self.chosen = chosen
         self.blank = job.part(context.run_id, chosen.version)
         """The part without files."""

@@ -28,6 +28,7 @@ from ftrun.ids import Generation, Rank
 from ftrun.smp.client import Requester
 from ftrun.smp.jobs import Finish, JobLanes
 from ftrun.smp.memory.arenas import Allocation, ArenaStore, create
+from ftrun.smp.memory.pools import CapturePools
 from ftrun.snapshot.commit_tracker import CommitTracker
 from ftrun.wire.crash_points import crash_point
 from ftrun.wire.messages import envelope as messages
@@ -69,6 +70,7 @@ class ArenaRequests:
     Args:
         is_short: called when memory is refused, to give back memory that is not needed.
         parity_region_bytes: bytes of the parity and mirrors of other nodes that are allocated now.
+        show_pooled: shows the ranks whether they capture through pools.
     """
 
     def __init__(
@@ -80,6 +82,7 @@ class ArenaRequests:
         send_to_agent: Callable[..., None],
         is_short: Callable[[], None],
         parity_region_bytes: Callable[[], int],
+        show_pooled: Callable[[bool], None],
     ) -> None:
         self._memory = memory
         self._jobs = jobs
@@ -90,6 +93,14 @@ class ArenaRequests:
         self._making: dict[Rank, _Making] = {}
         self._parity_share = 0.0
         self._is_parity_reported = False
+        self.pools = CapturePools(
+            memory,
+            jobs,
+            tracker=tracker,
+            show=show_pooled,
+            changed=self._report_needed,
+            refuse=self._refuse,
+        )
 
     def begin(self, parity_share: float) -> None:
         """Begin a generation; `parity_share` is as in `parity_share` of redundancy/group.py."""
@@ -106,6 +117,7 @@ class ArenaRequests:
         except MemoryTooSmall as error:
             self._refuse([requester], error)
         else:
+            self.pools.leave()
             requester.send(messages.Done())
             self._check_parity()
         self._report_needed()
@@ -242,7 +254,12 @@ class ArenaRequests:
 
     def _report_needed(self) -> None:
         self._send_to_agent(
-            smp_messages.MemoryNeeded(self._memory.unused_bytes, self._all_parity_bytes)
+            smp_messages.MemoryNeeded(
+                self._memory.unused_bytes,
+                self._all_parity_bytes,
+                self._memory.pool_bytes if self.pools.are_complete else 0,
+                self._memory.num_freed,
+            )
         )
 
     def _check_parity(self) -> None:

@@ -19,6 +19,7 @@ import os
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, replace
 
+from ftrun.config.profile import MEMORY_LIMIT
 from ftrun.errors import LayoutUnknown, MemoryTooSmall
 from ftrun.ids import Generation, Rank, Version
 from ftrun.linux import AvailableMemory, available_memory
@@ -26,6 +27,7 @@ from ftrun.snapshot.layout import PIECE_BYTES
 from ftrun.wire.crash_points import crash_point
 from ftrun.wire.messages.smp import ShardOffer
 from ftrun.wire.shared_memory.arena import (
+    NUM_SLOTS,
     ArenaShape,
     SlotHeader,
     SlotState,
@@ -38,6 +40,9 @@ from ftrun.wire.shared_memory.arena import (
 )
 
 _SPARE_PIECES = 64
+_WRITE_BYTES = 32 << 20
+"""Memory of the SMP while it writes a checkpoint: buffers of the file, and threads."""
+
 _log = logging.getLogger(__name__)
 
 
@@ -84,9 +89,17 @@ class ArenaStore:
         self._making: dict[Rank, Allocation] = {}
         self._prepared: dict[Rank, tuple[int, ArenaShape]] = {}
         """Descriptors of memory for layouts that are not known yet."""
+        self.limit_bytes = 0
+        """Limit of the profile for snapshots on this node; 0: none."""
+        self.pool_bytes = 0
+        """Bytes of capture pools, which count against the limit."""
+        self.num_freed = 0
+        """Arenas that were freed for capture pools."""
         self.after_add: Callable[[SmpArena], None] = lambda _: None
         self.give_back: Callable[[], bool] = lambda: False
         """Called before memory is refused; frees what is not needed, if there is any."""
+        self.after_free: Callable[[], None] = lambda: None
+        """Called when arenas were freed for capture pools."""
 
     @property
     def ranks(self) -> list[Rank]:
@@ -99,6 +112,23 @@ class ArenaStore:
     @property
     def _prepared_bytes(self) -> int:
         return sum(shape.total_bytes for _, shape in self._prepared.values())
+
+    def available(self) -> AvailableMemory:
+        """Free memory, or what the limit of the profile leaves, if that is less."""
+        found = self._available()
+        if not self.limit_bytes:
+            return found
+        making = sum(one.num_bytes for one in self._making.values())
+        left = max(0, self.limit_bytes - self.allocated_bytes - self.pool_bytes - making)
+        return min(found, AvailableMemory(left, MEMORY_LIMIT), key=lambda one: one.num_bytes)
+
+    def pool_room(self, least_bytes: int, state_bytes: int) -> int:
+        """Bytes that capture pools may take together; raises MemoryTooSmall if they are too few."""
+        half = self._available()
+        half = replace(half, num_bytes=max(0, half.num_bytes - _WRITE_BYTES) // 2)
+        room = min(self.available(), half, key=lambda one: one.num_bytes)
+        room.check(least_bytes, state_bytes=state_bytes)
+        return room.num_bytes
 
     def all(self) -> list[SmpArena]:
         """Every arena, by rank, the older first: the order of MemoryHandedOver and AdoptMemory."""
@@ -115,9 +145,9 @@ class ArenaStore:
         self._wanted[rank] = total_bytes
         # Read before `_needed_bytes`, because jobs allocate concurrently. In the other order, bytes
         # allocated between the two reads would count twice: as needed and as no longer available.
-        available = self._available()
+        available = self.available()
         if self._needed_bytes > available.num_bytes and self.give_back():
-            available = self._available()
+            available = self.available()
         num_ranks = len({one for one, wanted in self._wanted.items() if wanted} | {*self._prepared})
         available.check(self._needed_bytes, state_bytes=image_bytes, num_ranks=num_ranks)
 
@@ -148,7 +178,7 @@ class ArenaStore:
         return sum(needed.values())
 
     def check(self, more_bytes: int) -> None:
-        self._available().check(self._needed_bytes + more_bytes)
+        self.available().check(self._needed_bytes + more_bytes)
 
     def reserve(self, rank: Rank, image_bytes: int, *, world_size: int) -> None:
         """Reserve two slots, less the rank's arena of this world size; raises MemoryTooSmall."""
@@ -157,7 +187,8 @@ class ArenaStore:
         shapes = [arena.shape for arena in self.of(rank)]
         if rank in self._prepared:
             shapes.append(self._prepared[rank][1])
-        sizes = (shape.total_bytes for shape in shapes if shape.world_size == world_size)
+        own = (shape for shape in shapes if shape.world_size == world_size)
+        sizes = (shape.total_bytes for shape in own if shape.num_slots == NUM_SLOTS)
         has = max(sizes, default=0)
         self.promise(rank, max(0, total - has), image_bytes=image_bytes)
 
@@ -240,7 +271,9 @@ class ArenaStore:
         """
         try:
             shape = read_shape(fd)
-            sealed = fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK
+            # A file of `create_on_disk` has no seals, and no other process has a name for it.
+            is_file = shape.num_slots < NUM_SLOTS and not os.fstat(fd).st_nlink
+            sealed = is_file or fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK
         except OSError as error:
             raise LayoutUnknown(
                 f"the descriptor for rank {rank} is not sealed memory: {error}"
@@ -296,6 +329,23 @@ class ArenaStore:
                 )
                 if not is_filling and not arena.holds(committed):
                     self._free(arena)
+
+    def free_unless_committed(self, committed: Version | None) -> int:
+        """Free the arenas that are of no use to ranks with capture pools; return how many.
+
+        Arenas with two slots and the committed version stay.
+        """
+        freed = [
+            arena
+            for arena in self.all()
+            if committed is None or arena.shape.num_slots < NUM_SLOTS or not arena.holds(committed)
+        ]
+        for arena in freed:
+            self._free(arena)
+        self.num_freed += len(freed)
+        if freed:
+            self.after_free()
+        return len(freed)
 
     def put_instead(self, fds: Collection[int], generation: Generation) -> None:
         self.free()

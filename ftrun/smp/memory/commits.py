@@ -160,6 +160,11 @@ class CommitCoordinator:
             self._page.set(CommandField.PROTECTING_STEP, wanted.step)
         self.protector.protect(wanted, self._memory.fds(tracker.ranks))
 
+    def show_pooled(self, is_pooled: bool) -> None:
+        """Show the ranks whether they capture through pools."""
+        if self._page is not None:
+            self._page.set(CommandField.POOLED, int(is_pooled))
+
     def forget_page(self) -> None:
         self._page = None
 

@@ -128,6 +128,7 @@ class RedundancyCoordinator:
         memory.give_back = self.range_fetches.free_copies
         commits.protector = self._protector
         commits.after_commit = self._committed
+        memory.after_free = self._serve_arenas
         self._peers.events = PeerDispatch(self._protector, self._rpc, jobs)
 
     def listen(self, hosts: list[str], fds: tuple[int, ...]) -> messages.AnyMessage:
@@ -239,9 +240,13 @@ class RedundancyCoordinator:
 
     def _all_here(self) -> None:
         """Serve the restored version to other nodes, because every local rank now has it."""
+        self._serve_arenas()
+        self._commits.protect_complete()
+
+    def _serve_arenas(self) -> None:
+        """Serve what is in memory now; duplicates of freed arenas would keep their memory."""
         if self._rpc.served is not None:
             self._rpc.served.take_in(self._memory.fds(self._memory.ranks))
-        self._commits.protect_complete()
 
     def _committed(self) -> None:
         """Stop serving the restored version once a newer version is committed."""

@@ -94,6 +94,8 @@ class LoadCheckpoint(Message, frozen=True, tag="LoadCheckpoint"):
     node: int = 0  # index of this node in `ranks`
     excluded: dict[str, str] = {}  # checkpoints that no node may load: names and reasons
     claim: CheckpointClaim | None = None  # of the directory, to be made first; on rank 0's node
+    memory_limit_bytes: int = 0  # limit of the profile for snapshots on this node; 0: none
+    had_pools: bool = False  # two slots fit only while no rank runs
 
 
 class CheckpointLoaded(VersionMessage, frozen=True, tag="CheckpointLoaded"):

@@ -116,6 +116,7 @@ class BeginGeneration(Message, frozen=True, tag="BeginGeneration"):
     """Address of a node without a group. A node that runs no ranks now sends their state to the
     nodes that run them. A node that runs all ranks fetches it."""
     claim: CheckpointClaim | None = None  # of the checkpoint directory, on the node of rank 0
+    memory_limit_bytes: int = 0  # limit of the profile for snapshots on this node; 0: none
 
 
 class VersionReady(VersionMessage, frozen=True, tag="VersionReady"):
@@ -184,10 +185,15 @@ class MemoryNeeded(Message, frozen=True, tag="MemoryNeeded"):
 
     `arena_bytes` is what the ranks requested and do not have yet, including refused requests.
     `parity_bytes` is the upper bound of what this node stores for other nodes, allocated or not.
+    `pool_bytes` is the size of all capture pools, once every rank here has one; 0: ranks capture
+    into arenas. When `num_freed` grows, the agent closes its duplicates of arenas that the SMP has
+    freed before a commit replaced them.
     """
 
     arena_bytes: int
     parity_bytes: int = 0
+    pool_bytes: int = 0
+    num_freed: int = 0
 
 
 class PeersUnreachable(Message, frozen=True, tag="PeersUnreachable"):

@@ -148,6 +148,23 @@ class PrepareArena(Message, frozen=True, tag="PrepareArena"):
     num_pieces: int
 
 
+class RequestPool(Message, frozen=True, tag="RequestPool"):
+    """Worker -> SMP: two slots do not fit, and checkpoints are written: provide a capture pool.
+
+    Reply, when every rank of the node has requested one: PoolGranted with one descriptor,
+    MemoryRefused, or Refused.
+    """
+
+    rank: int
+    num_bytes: int  # of its state; more is of no use
+
+
+class PoolGranted(Message, frozen=True, tag="PoolGranted"):
+    """SMP -> worker, with the memfd."""
+
+    rank: int
+
+
 class ArenaGranted(Message, frozen=True, tag="ArenaGranted"):
     """SMP -> worker, with the memfd; also SMP -> agent, which keeps a duplicate."""
 
@@ -242,7 +259,7 @@ class PiecesFetched(Message, frozen=True, tag="PiecesFetched"):
 
 WorkerMessage = (
     ArenaGranted | AwaitRestored | FetchPieces | FetchShardHeaders | MemoryRefused | OpenShards
-    | PiecesFetched | PrepareArena | RequestArena | RequestShares | ReserveMemory
-    | ShardHeadersFetched | ShardSealed | ShardSkipped | ShardsOpened | SharesGranted
-    | WithdrawShard
+    | PiecesFetched | PoolGranted | PrepareArena | RequestArena | RequestPool | RequestShares
+    | ReserveMemory | ShardHeadersFetched | ShardSealed | ShardSkipped | ShardsOpened
+    | SharesGranted | WithdrawShard
 )  # fmt: skip

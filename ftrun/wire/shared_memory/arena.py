@@ -1,4 +1,4 @@
-"""Memory shared by worker and SMP: one memfd per rank, with two slots.
+"""Memory shared by worker and SMP: one memfd per rank, with two slots, or one to restore from.
 
 Runs in:  worker (writes), SMP (creates, reads), agent (holds a descriptor).
 Takes in: a descriptor.
@@ -23,6 +23,7 @@ import errno
 import mmap
 import os
 import struct
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from enum import IntEnum
@@ -36,8 +37,8 @@ from ftrun.snapshot.layout import PAGE_BYTES, Layout, parse_header
 NUM_SLOTS = 2
 NO_LAYOUT = 0
 """`layout_id` of memory that is allocated before the layout is known."""
-_MAGIC = 0x4E524154_46303031
-_ARENA_HEADER = struct.Struct("<QQQQQQQ")
+_MAGIC = 0x4E524154_46303032
+_ARENA_HEADER = struct.Struct("<8Q")
 _SLOT_HEADER = struct.Struct("<QQqqQQQQ")
 _CHECK = struct.Struct("<Q")
 _ALLOCATED_BYTES = 1 << 24  # for each call; less: a more exact report of what is missing
@@ -76,13 +77,17 @@ EMPTY_HEADER = SlotHeader(SlotState.EMPTY, -1, -1, 0, 0, 0)
 
 @dataclass(frozen=True, slots=True)
 class ArenaShape:
-    """Division of an arena; written once, when the arena is created."""
+    """Division of an arena; written once, when the arena is created.
+
+    `num_slots`: snapshots need two, and a version that is only restored needs one.
+    """
 
     rank: int
     world_size: int
     image_bytes: int
     num_pieces: int
     layout_id: int
+    num_slots: int = NUM_SLOTS
 
     @property
     def table_bytes(self) -> int:
@@ -94,7 +99,7 @@ class ArenaShape:
 
     @property
     def total_bytes(self) -> int:
-        return PAGE_BYTES + NUM_SLOTS * self.slot_bytes
+        return PAGE_BYTES + self.num_slots * self.slot_bytes
 
 
 def arena_bytes(image_bytes: int, num_pieces: int) -> int:
@@ -136,9 +141,25 @@ def divide(fd: int, shape: ArenaShape) -> None:
         raise OSError(errno.ENOSPC, f"{shape.total_bytes} bytes do not fit")
     os.ftruncate(fd, shape.total_bytes)
     fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+    _write_shape(fd, shape)
+
+
+def create_on_disk(shape: ArenaShape, folder: str) -> int:
+    """Create an arena in a file without a name, whose pages the kernel can write to the disk.
+
+    Only for an arena that is restored from: its pages take no memory that another process needs.
+    Raises OSError.
+    """
+    with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
+        os.posix_fallocate(file.fileno(), 0, shape.total_bytes)
+        _write_shape(file.fileno(), shape)
+        return os.dup(file.fileno())
+
+
+def _write_shape(fd: int, shape: ArenaShape) -> None:
     header = _ARENA_HEADER.pack(
         *(_MAGIC, PAGE_BYTES, shape.rank, shape.world_size),
-        *(shape.image_bytes, shape.num_pieces, shape.layout_id),
+        *(shape.image_bytes, shape.num_pieces, shape.layout_id, shape.num_slots),
     )
     os.pwrite(fd, header + _CHECK.pack(xxhash.xxh3_64_intdigest(header)), 0)
 
@@ -150,10 +171,10 @@ def read_shape(fd: int) -> ArenaShape:
         raise LayoutUnknown(f"an arena of {len(raw)} bytes has no header")
     header = raw[: _ARENA_HEADER.size]
     (check,) = _CHECK.unpack(raw[_ARENA_HEADER.size :])
-    magic, page, rank, world_size, image_bytes, num_pieces, layout_id = _ARENA_HEADER.unpack(header)
+    magic, page, *division = _ARENA_HEADER.unpack(header)
     if magic != _MAGIC or page != PAGE_BYTES or check != xxhash.xxh3_64_intdigest(header):
         raise LayoutUnknown("the header of an arena is not of this version of ftrun")
-    return ArenaShape(rank, world_size, image_bytes, num_pieces, layout_id)
+    return ArenaShape(*division)
 
 
 def read_slot_headers(fd: int) -> list[SlotHeader]:
@@ -161,7 +182,7 @@ def read_slot_headers(fd: int) -> list[SlotHeader]:
     size = _SLOT_HEADER.size + _CHECK.size
     return [
         _unpack_slot(os.pread(fd, size, PAGE_BYTES + slot * shape.slot_bytes))
-        for slot in range(NUM_SLOTS)
+        for slot in range(shape.num_slots)
     ]
 
 
@@ -245,7 +266,7 @@ class Arena:
         return self.memory[at : at + self.shape.image_bytes]
 
     def find(self, wanted: Version) -> int | None:
-        for slot in range(NUM_SLOTS):
+        for slot in range(self.shape.num_slots):
             header = self.header(slot)
             if header.state is SlotState.SEALED and header.version == wanted:
                 return slot

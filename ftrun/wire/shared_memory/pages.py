@@ -102,6 +102,7 @@ class HeartbeatField(IntEnum):
     MESSAGE_WAITED = 43  # number of the message that the rank waits for; 0: none
     WAITED_NS = 44  # total time in waits for messages and collectives that Python code has called
     WAITED_AT_STEP_NS = 45  # WAITED_NS at the end of STEP, written before it
+    POOL_WAIT_NS = 46  # for which the training waited in the last capture through a pool
 
 
 class CommandField(IntEnum):
@@ -127,6 +128,7 @@ class CommandField(IntEnum):
     PERSISTED_STEP = 17
     CAPTURE_FROM = 18  # one more snapshot, at the first possible boundary from this step; -1: none
     PERSIST_EVERY = 19  # multiples of this step get a snapshot too, for a checkpoint; 0: none
+    POOLED = 20  # 1: ranks capture through pools, for requested checkpoints only
 
 
 _NONE_YET = (

@@ -86,6 +86,8 @@ class SnapshotSchedule:
         self._answered = self._last_step = -1
         """The newest request that was answered; the last boundary that allowed a snapshot."""
         self._missed = -1
+        self.is_requested = False
+        """At the last boundary that `is_due` was called for, a checkpoint has requested one."""
 
     def is_due(self, step: int) -> bool:
         """Whether to take a snapshot; called once at each boundary that allows one."""
@@ -100,12 +102,13 @@ class SnapshotSchedule:
         # From TAKE_FROM on, which the leader sets, all nodes take the same steps.
         take_from = commands.get(CommandField.TAKE_FROM)
         requested = commands.get(CommandField.CAPTURE_FROM)
+        self.is_requested = False
         if requested > self._answered and step >= max(requested, take_from):
             self._answered = requested
             if last >= max(requested, take_from):
                 self._missed = last
             else:
-                is_due = True
+                is_due = self.is_requested = True
         return is_due and step >= take_from
 
     def drain_missed(self) -> int:

@@ -53,15 +53,15 @@ from ftrun.worker.capture.copying import CopyThread, SlotCopy
 from ftrun.worker.capture.device_order import JudgedGraphs, StepStreams
 from ftrun.worker.capture.device_sources import DeviceCopies
 from ftrun.worker.capture.lazy_check import BEFORE_STEP, UNDER_COPY, WITHOUT_HOOK, LazyCopyCheck
-from ftrun.worker.capture.slots import ArenaSlots, SlotProvider
+from ftrun.worker.capture.slots import SlotProvider
 from ftrun.worker.context import WorkerContext
 from ftrun.worker.replicas.shares import ReplicaShares
 from ftrun.worker.smp_client import WorkerSmpClient
 from ftrun.worker.state.state_tree import BoundaryState, StateTree
 from ftrun.worker.state.unprotected import Hook, shown
-
-_POLL_S = 0.0005
-_LAST_COMMIT_WAIT_S = 5.0
+from ftrun.worker.targets.pool_capture import PoolCapture, PoolTarget
+from ftrun.worker.targets.pool_stream import CaptureGivenUp
+from ftrun.worker.targets.slot_target import SlotTarget, SlotTargets
 
 _NO_DEVICE_MEMORY = (
     "no snapshots: the device lacks memory to copy small or non-contiguous tensors. Free 128 MiB; "
@@ -92,6 +92,8 @@ class Capture:
         self._thread = CopyThread()
         self._pid = os.getpid()
         self._store = SlotProvider(context)
+        self._slots = SlotTargets(context, self._store, shares, link)
+        self._pool = PoolCapture(context)
         self._at_boundary: set[str] = set()
         self.commit_wait = self._store.commit_wait
         self.prepare = self._store.prepare
@@ -107,7 +109,6 @@ class Capture:
         self._is_hookless = False
         """No optimizer hook has run in the turn before this boundary."""
         self._streams = streams
-        self._is_patient = True
         self._is_off = False
         self._trouble = ""
         self._copy_of_devices: DeviceCopies | None = None
@@ -137,12 +138,7 @@ class Capture:
             return
         started_ns = clock.now_ns()
         try:
-            # `is_due` does not depend on `_learn`: intervals begin at steps that no rank has made.
-            is_due = (allowed and self._cadence.is_due(step)) or force
-            if is_due and not force and self._is_providing and self._thread.is_busy:
-                is_due = False
-                self._page.add(HeartbeatField.SKIPPED_COUNT, 1)
-                self._late_skip = step
+            is_due = self._is_due(step, force=force, allowed=allowed)
             self._end_turn(is_due=is_due, allowed=allowed)
             self._report_late_skip()
             self._learn(started_ns)
@@ -159,13 +155,22 @@ class Capture:
         except StructureChanged as error:
             self._skip_snapshot(step, "structure", str(error))
         except MemoryTooSmall as error:
-            self._skip_snapshot(step, "memory", str(error))
-            if self._context.settings.required:
-                raise
+            self._refused(step, error)
         except Exception as error:  # noqa: BLE001 - rule 5
             self._give_up(error)
         self._count_blocked(started_ns)
         self._last_boundary_ns = clock.now_ns()
+
+    def _is_due(self, step: int, *, force: bool, allowed: bool) -> bool:
+        # It does not depend on `_learn`: intervals begin at steps that no rank has made.
+        is_due = (allowed and self._cadence.is_due(step)) or force
+        if self._pool.is_on:  # rule 1 of pools
+            return allowed and self._cadence.is_requested
+        if is_due and not force and self._is_providing and self._thread.is_busy:
+            self._page.add(HeartbeatField.SKIPPED_COUNT, 1)
+            self._late_skip = step
+            return False
+        return is_due
 
     def warm(self, arena: Arena) -> None:
         """Map the pages of an inherited arena in the copy thread, during the first step."""
@@ -181,6 +186,8 @@ class Capture:
         """Wait for the copy in progress; return whether it is complete."""
         if self._copy_of_devices is not None:
             self._copy_of_devices.lift_limit()
+        if self._pool.is_streaming:
+            return self._pool.await_copy(self._thread.wait, timeout_s)
         return self._thread.wait(timeout_s)
 
     def close(self) -> None:
@@ -188,6 +195,7 @@ class Capture:
         self._hook.remove()
         self._is_off = True
         self._release()
+        self._pool.close()
 
     def resolve(self) -> None:
         """Wait for the copy in progress; the script may then change any tensor until its next step.
@@ -299,24 +307,53 @@ class Capture:
     ) -> None:
         """Take a snapshot if one is due; otherwise check that there is memory for one."""
         try:
-            if is_due:
+            if self._pool.is_wanted and not self._thread.is_busy:
+                stored_bytes = self._page.get(HeartbeatField.IMAGE_BYTES)
+                self._pool.begin(max(self._link.reserved_bytes, stored_bytes))
+                self._leave_slots()
+            elif self._pool.is_on and not self._thread.is_busy and not self._pool.poll():
+                if is_due:
+                    self._report_skip(step)
+            elif is_due:
                 self._take(step, collect, is_last=is_last)
                 if is_last:
-                    self._thread.wait()
-            else:
+                    self.await_copy()
+            elif not self._pool.is_on:
                 size_of = lambda: self._shares.cut(collect(), self._at_boundary)  # noqa: E731
                 self._store.check_size(self._tree, size_of, self._link)
         except (PeerError, StructureChanged, MemoryTooSmall):
             raise
+        except CaptureGivenUp as error:
+            self._check = None
+            self._skip_pooled(step, error)
         except Exception as error:  # noqa: BLE001 - rule 5
             self._fail(step, error)
+
+    def _refused(self, step: int, error: MemoryTooSmall) -> None:
+        self._skip_snapshot(step, "memory", str(error))
+        if self._context.settings.required:
+            raise error
+        if self._pool.refused(error):
+            self._leave_slots()
+
+    def _leave_slots(self) -> None:
+        self.await_copy()
+        self._release()
+        self._check = self._copy_of_devices = None
+        self._store.release()
+
+    def _skip_pooled(self, step: int, error: Exception) -> None:
+        self._page.add(HeartbeatField.SKIPPED_COUNT, 1)
+        _log.warning("no checkpoint of step %d: %s", step, error)
+        self._link.withdraw(step)
 
     def _report_skip(self, step: int) -> None:
         self.commit_wait.skipped(step)
         self._link.report_skipped(step)
 
     def _take(self, step: int, collect: Callable[[], BoundaryState], *, is_last: bool) -> None:
-        if not self._may_overwrite(is_last=is_last):
+        targets = self._pool if self._pool.is_on else self._slots
+        if not targets.may_overwrite(is_last=is_last):
             # No withdrawal: the SMP may still commit the last seal, so no rank may overwrite it.
             self._page.add(HeartbeatField.SKIPPED_COUNT, 1)
             self._report_skip(step)
@@ -324,40 +361,38 @@ class Capture:
         crash_point("worker.capture.started")
         whole = collect()
         self._graphs.see(whole.persistent)
-        state, slots = self._slots_for(whole, is_last=is_last)
-        if slots is None:
+        target = targets.target(step, whole, self._at_boundary, is_last=is_last)
+        if target is None:
             self.commit_wait.skipped(step)
             self._link.withdraw(step)
             return
-        slot = self._store.begin_copy(slots, step)
-        self._newest_taken = step
-        copy = slots.copy_of(slot, state, self._at_boundary)
+        self._newest_taken, copy = step, target.copy
         is_verified = self._is_verified()
         if is_verified or self._is_hookless:
             # A step without a hook, such as a compiled one, may have run in any stream.
             copy.synchronize()
+        is_verified = is_verified and target.verify()
         check = LazyCopyCheck(copy.samples)
         settings = self._context.settings
         # Without a limit where this thread waits for the copy.
         gb_s = 0.0 if is_verified or is_last else settings.d2h_gb_s
         copy.copy_boundary(is_staged=settings.stage == "device", gb_s=gb_s)
-        slots.views[slot].write_header()
-        slots.views[slot].write_plain(state.plain)
+        target.begin()
         crash_point("worker.capture.boundary_copied")
         self._check = check
         if copy.on_devices:
             self._copy_of_devices = copy.on_devices
             self._streams.release()
-        replicas = self._shares.check(copy.on_devices)
+        replicas = target.check(self._shares)
         if is_verified:
-            if self._copy(slots, slot, copy, check, step, replicas):
-                self._verified = (copy, slots.arena.table(slot))
+            if self._copy(target, check, step, replicas) and isinstance(copy, SlotCopy):
+                self._verified = (copy, target.table)
             self._is_typical = False
         else:
             self._turn = StepActivity.COPY
 
             def work() -> None:
-                self._copy(slots, slot, copy, check, step, replicas)
+                self._copy(target, check, step, replicas)
                 copy.provided.clear()  # what they have frozen may be large
 
             self._is_providing = bool(copy.provided)
@@ -369,77 +404,39 @@ class Capture:
             self._report_skip(self._late_skip)
             self._late_skip = -1
 
-    def _slots_for(
-        self, whole: BoundaryState, *, is_last: bool
-    ) -> tuple[BoundaryState, ArenaSlots | None]:
-        """The state to store, with slots for it, as `SlotProvider.slots_for`."""
-        state = self._shares.cut(whole, self._at_boundary)
-        try:
-            return state, self._store.slots_for(state, is_last=is_last)
-        except (MemoryTooSmall, OSError):
-            # The slots of whole tensors are still there.
-            if not self._shares.keep_whole():
-                raise
-        state = self._shares.cut(whole, self._at_boundary)
-        return state, self._store.slots_for(state, is_last=is_last)
-
     def _is_verified(self) -> bool:
         settings = self._context.settings
         taken, self._num_taken = self._num_taken, self._num_taken + 1
         are_new, self._graphs.are_new = self._graphs.are_new, False
         return are_new or taken < settings.verify_first or (taken + 1) % settings.verify_every == 0
 
-    def _may_overwrite(self, *, is_last: bool) -> bool:
-        """Wait until the last seal is committed, else withdraw it; return whether a slot is free.
-
-        If this rank is about to stop (`is_last`), it waits 5 s in place of `commit_timeout_s`.
-        """
-        wait_s = _LAST_COMMIT_WAIT_S if is_last else self._context.settings.commit_timeout_s
-        # A slower rank seals later, and this rank would wait for it in the next collective anyway.
-        # After one wait without a commit, boundaries do not wait until a slot is free again.
-        give_up_s = clock.now_s() + (wait_s if is_last or self._is_patient else 0.0)
-        commit_wait = self.commit_wait
-        while not commit_wait.is_free:
-            if commit_wait.is_under_way and (not is_last or clock.now_s() >= give_up_s):
-                return False
-            if clock.now_s() >= give_up_s:
-                self._is_patient = False
-                last = commit_wait.newest_sealed
-                if last is not None:
-                    commit_wait.skipped(last.step)
-                    self._link.withdraw(last.step)
-                return commit_wait.is_free
-            clock.sleep(_POLL_S)
-        self._is_patient = True
-        return True
-
     # --- copy thread -----------------------------------------------------------------------
 
     def _copy(
         self,
-        slots: ArenaSlots,
-        slot: int,
-        copy: SlotCopy,
+        target: SlotTarget | PoolTarget,
         check: LazyCopyCheck,
         step: int,
         replicas: Callable[[], ReplicaCheck | None],
     ) -> bool:
         """Copy and seal; return whether the slot is sealed. Never raises."""
-        started_ns = clock.now_ns()
+        started_ns, copy, is_sealed = clock.now_ns(), target.copy, False
         try:
-            copy.copy_lazy(slots.arena.table(slot))
+            copy.copy_lazy(target.table)
             hashed = replicas()  # before `wrong_copies`, which covers the time of both
             crash_point("worker.capture.copied")
-            if wrong := check.wrong_copies():
+            if wrong := sorted({*target.changed(), *check.wrong_copies()}):
                 self._page.add(HeartbeatField.DISCARDED_COUNT, 1)
                 self._demote(wrong, UNDER_COPY.format(step=step))
                 self.commit_wait.skipped(step)
                 self._link.withdraw(step)
                 return False
-            self._store.seal(slots, slot, step, self._link, hashed)
-            for key in ("memory", "value", "device memory"):
+            target.seal(hashed)
+            is_sealed = True
+            for key in target.solved:
                 self._context.unprotected.remove(key)
-            return True
+        except CaptureGivenUp as error:
+            self._skip_pooled(step, error)
         except ProviderFailed as error:
             self._skip_bad_value(step, error)
         except torch.OutOfMemoryError:
@@ -447,9 +444,11 @@ class Capture:
         except Exception as error:  # noqa: BLE001 - rule 5
             self._give_up(error)
         finally:
+            if not is_sealed:
+                target.discard()
             copy.on_devices.issued.set()
             self._copy_s = (clock.now_ns() - started_ns) / 1e9
-        return False
+        return is_sealed
 
     def _demote(self, names: list[str], what: str) -> None:
         if not (new := [name for name in names if name not in self._at_boundary]):

@@ -48,11 +48,16 @@ BOUNDARY_BYTES = 1 << 14
 samples."""
 
 
-def is_lazy(source: TensorSource, boundary_names: Collection[str]) -> bool:
+def is_lazy(
+    source: TensorSource,
+    boundary_names: Collection[str],
+    *,
+    boundary_bytes: int = BOUNDARY_BYTES,
+) -> bool:
     tensor = source.tensor
     if source.when is not CopyTiming.LAZY or source.name in boundary_names or not tensor.numel():
         return False
-    is_small = tensor.device.type == "cpu" and tensor.nbytes <= BOUNDARY_BYTES
+    is_small = tensor.device.type == "cpu" and tensor.nbytes <= boundary_bytes
     if is_small or (tensor.device.type != "cpu" and device_at(tensor.device) is None):
         return False
     return not tensor.is_inference()  # it has no version counter
@@ -277,13 +282,22 @@ def entry_view(data: torch.Tensor, entry: LayoutEntry) -> torch.Tensor:
     return raw.view(dtype).view(entry.shape)
 
 
-def names_at_boundary(sources: Sequence[TensorSource], boundary_names: Collection[str]) -> set[str]:
+def names_at_boundary(
+    sources: Sequence[TensorSource],
+    boundary_names: Collection[str],
+    *,
+    boundary_bytes: int = BOUNDARY_BYTES,
+) -> set[str]:
     """Names of the sources that are copied at the boundary, because others may change later.
 
     A buffer may be a view of a parameter. A change of the buffer then changes the parameter, so
     sources that share memory with a boundary source are included.
     """
-    found = {source.name for source in sources if not is_lazy(source, boundary_names)}
+    found = {
+        source.name
+        for source in sources
+        if not is_lazy(source, boundary_names, boundary_bytes=boundary_bytes)
+    }
     changing = {_memory(source) for source in sources if source.when is CopyTiming.BOUNDARY}
     return found | {source.name for source in sources if _memory(source) in changing}
 

@@ -27,6 +27,7 @@ import torch
 import xxhash
 
 from ftrun import clock
+from ftrun.config.profile import MEMORY_LIMIT
 from ftrun.errors import FtrunError, LayoutUnknown, MemoryTooSmall, PeerError
 from ftrun.linux import available_memory
 from ftrun.snapshot.layout import Layout, LayoutEntry, make_layout, parse_header
@@ -125,7 +126,7 @@ class _Refusal:
         if since_s >= self._pause_s:
             return True
         error = self.error
-        if since_s < _RECHECK_S or isinstance(error, OSError):
+        if since_s < _RECHECK_S or isinstance(error, OSError) or error.limit == MEMORY_LIMIT:
             return False
         is_free = available_memory().num_bytes >= error.needed_bytes
         return is_free and error.available_bytes < error.needed_bytes
@@ -151,6 +152,15 @@ class SlotProvider:
 
     def inherit(self, arena: Arena) -> None:
         self._inherited = arena
+
+    def release(self) -> None:
+        """Leave all memory: this rank captures through a pool. No copy is in progress."""
+        if self._preparing is not None:
+            self._preparing.join()
+        if self._prepared is not None:
+            self._prepared[1].close()
+        self.current = self._inherited = self._prepared = self._refusal = None
+        self._context.close_arena()
 
     def prepare(self, expected: Layout) -> None:
         """Allocate memory for the first arena in a thread, in the size of the expected layout."""
@@ -354,8 +364,8 @@ class SlotProvider:
             return None
         layout, layout_id = self._layout(shape, plain_bytes, capacity)
         has = arena.shape
-        wanted = (layout_id, layout.image_bytes, len(layout.pieces))
-        if (has.layout_id, has.image_bytes, has.num_pieces) != wanted:
+        wanted = (layout_id, layout.image_bytes, len(layout.pieces), NUM_SLOTS)
+        if (has.layout_id, has.image_bytes, has.num_pieces, has.num_slots) != wanted:
             return None
         return ArenaSlots(arena, layout, layout_id, shape)
 
@@ -408,7 +418,7 @@ class SlotProvider:
 
 def _plain_capacity(arena: Arena) -> int:
     """Bytes for plain values in an arena with a sealed slot; 0 without a sealed slot."""
-    for slot in range(NUM_SLOTS):
+    for slot in range(arena.shape.num_slots):
         if arena.header(slot).state is SlotState.SEALED:
             try:
                 return parse_header(arena.image(slot))[0].plain_capacity

@@ -59,6 +59,7 @@ class Node:
             send_to_agent=self.send_to_agent,
             is_short=self.be_short,
             parity_region_bytes=lambda: self.parity_region_bytes,
+            show_pooled=lambda _: None,
         )
         self.may_go_on = threading.Event()
         self.allocating: list[int] = []
