@@ -74,6 +74,15 @@ class Prepare(Message, frozen=True, tag="Prepare"):
     card: NodeCard
     reason: str
     knows: ConfigurationId  # newest configuration id that is chosen in the proposer's state
+    stay: bool = False  # park the ranks that may stay, and kill only the others
+
+
+class ParkedRank(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
+    """A process that is parked: it may run the same rank in the next generation."""
+
+    rank: int
+    first_step: int  # the oldest step that it can go back to
+    renewals: int  # generations that this process has joined after its first one
 
 
 class Promise(Message, frozen=True, tag="Promise"):
@@ -90,6 +99,7 @@ class Promise(Message, frozen=True, tag="Promise"):
     smp_port: int
     fitness: NodeFitness | None = None  # result of its newest check; None: it makes no checks
     life: str = ""  # the run of the generation in `knows`; see `GenerationPlan.life`
+    parked: tuple[ParkedRank, ...] = ()  # ranks of this node that may stay
 
 
 class PrepareRejected(Message, frozen=True, tag="PrepareRejected"):

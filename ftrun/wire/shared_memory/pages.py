@@ -26,7 +26,7 @@ import xxhash
 from ftrun.monitor.page_values import FORGET_AT, NUM_BUCKETS, bucket_of
 from ftrun.monitor.repeat_check import BoundaryRecord
 
-PAGE_BYTES = 53248
+PAGE_BYTES = 57344
 _TIMES_AT = 64  # in words: counts of step times by bucket, then their sum
 _NUM_TIMES_AT = _TIMES_AT + NUM_BUCKETS
 _CALLS_AT = 200  # in words: pairs of a step and the collectives called up to it
@@ -43,6 +43,7 @@ MAX_SAMPLES = 32  # maximum number of parameters of which a boundary record has 
 NUM_RECORDS = 256  # boundary records on a page; a newer record replaces the oldest
 MAX_SAMPLE_NAME_BYTES = 120
 _RECORDS_AT = 12288
+_STAY_PROBLEM_AT, _STAY_PROBLEM_BYTES = 53248, 512  # behind the records
 _RECORD = struct.Struct(f"<IIIIqq{4 * MAX_SAMPLES}s")
 """Check, whether there is a loss, digests that are set, 0, step, bits of the loss, digests."""
 
@@ -95,6 +96,7 @@ class HeartbeatField(IntEnum):
     STEP_NS = 39  # time at which STEP was written last
     LOSS_STEP = 40  # step of LOSS, from 1; written after it
     PERSIST_STEP = 41  # the script waits for a checkpoint of this step; 0: it does not
+    MAY_STAY = 42  # inside a guarded loop: the process can be parked if another rank fails
 
 
 class CommandField(IntEnum):
@@ -158,6 +160,8 @@ class SharedPage:
     slow_capture = _Text(_SLOW_CAPTURE_AT, _SLOW_CAPTURE_BYTES)
     """Why copies of devices are slower than they could be, and what to do; empty if they are not.
     It is written once."""
+    stay_problem = _Text(_STAY_PROBLEM_AT, _STAY_PROBLEM_BYTES)
+    """Why this process cannot stay if another rank fails; empty if it can."""
     not_protected = _Text(2176, 1024)
     """Of a command page: why this node's group does not protect versions; empty if it does."""
     not_persisted = _Text(_SLOW_CAPTURE_AT, _SLOW_CAPTURE_BYTES)
