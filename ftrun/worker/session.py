@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils.data import DataLoader
 
 from ftrun import clock
 from ftrun.errors import SnapshotError, UsageError
 from ftrun.sharding.rules import ShardingRules
 from ftrun.worker.context import WorkerContext, worker_context
+from ftrun.worker.loaders import AttachedLoaders, positions_of, refuse_loader
 from ftrun.worker.loops import Loops, SessionPhase, after_optimizer_step, left_pass
 from ftrun.worker.snapshot_wait import Level, SnapshotHandle
 from ftrun.worker.state.attached import AttachedState, Skip, by_name, declared
@@ -107,7 +107,7 @@ def attach(  # noqa: PLR0913 - what a script has
         attached.layout = layout
     elif layout is not None or mesh:
         attached.layout = declared(layout, mesh, context.world_size if context else None)
-    session = Session(attached, _feeds_of(loader), context, warmup, is_first=_live is None)
+    session = Session(attached, positions_of(loader), context, warmup, is_first=_live is None)
     _live = weakref.ref(session)
     return session
 
@@ -119,21 +119,10 @@ def _sort_in(
         raise UsageError("attach(session=...): this name is ftrun's own. Give it another name")
     for argument, given in parts.items():
         for name, thing in by_name(argument, given).items():
-            if isinstance(thing, DataLoader):
-                raise UsageError(
-                    f"attach was given a {type(thing).__name__} as {argument}: pass it by name, "
-                    "attach(..., loader=loader)"
-                )
+            refuse_loader(argument, thing)
             attached.add(name, thing)
     for name, thing in named.items():
         attached.add(name, thing)
-
-
-def _feeds_of(loader: object) -> dict[str, DataPosition]:
-    return {
-        name: thing if isinstance(thing, DataPosition) else DataPosition(name, thing)
-        for name, thing in by_name("loader", loader).items()
-    }
 
 
 def is_attached() -> bool:
@@ -147,20 +136,19 @@ class Session(Loops):
     def __init__(
         self,
         attached: AttachedState,
-        feeds: dict[str, DataPosition],
+        positions: dict[str, DataPosition],
         context: WorkerContext | None,
         warmup: Callable[[], object] | None,
         *,
         is_first: bool = True,
     ) -> None:
         super().__init__()
-        self._feeds = feeds
+        self._loaders = AttachedLoaders(positions, context)
         self._context = context
         self._state = attached.state
         self._boundaries = 0
         self._has_started = False
         self._restored = False
-        self._waiting: dict[str, Any] = {}
         self._losses: deque[tuple[int, HostCopy]] = deque(maxlen=_LATE_LOSSES)
         """Steps and losses whose copy from a device is pending."""
         self._protection: SnapshotSession | None = None
@@ -168,8 +156,6 @@ class Session(Loops):
         self._explained_in = ""
         self._fresh_id = uuid.uuid4().hex[:12]
         self.is_closed = False
-        for feed in feeds.values():
-            self._warn_of(feed)
         if context is not None and is_first:
             self._protect(context, attached, warmup)
         elif context is not None:
@@ -330,26 +316,10 @@ class Session(Loops):
             earlier = [0] if self._left_before == "steps()" else []  # format of version 0.2.0
             self._steps_left = set(own.get("steps_left", earlier))
             self._explain(own.get("explained_in", ""))
-            self._waiting = {
-                # A pass that was left by break does not resume.
-                name: {**state, "own": None} if self._left_before == left_pass(name) else state
-                for name, state in saved["loaders"].items()
-            }
-            for name in self._waiting.keys() & self._feeds.keys():
-                self._feeds[name].load_state(self._waiting.pop(name))
-            self._leave_out(context.launch.skip_batches)
+            left = [one for one in saved["loaders"] if left_pass(one) == self._left_before]
+            self._loaders.load(saved["loaders"], left)
         protection.begin(self._own_state)
         protection.put_back_random_states()
-
-    def _leave_out(self, count: int) -> None:
-        for feed in self._feeds.values():
-            feed.leave_out(count)
-        if count and not (self._feeds or self._waiting):
-            _log.warning(
-                "numerics.policy: skip-data cannot skip %d batches, because the script does not "
-                "iterate session.batches(). They are repeated",
-                count,
-            )
 
     def _explain(self, before: str) -> None:
         """Log once per run what a restore does not restore; `before`: the run that logged it."""
@@ -378,7 +348,7 @@ class Session(Loops):
                 "epoch": self._epoch,
                 **{key: value for key, value in more.items() if value},
             },
-            "loaders": {**self._waiting, **{n: feed.state() for n, feed in self._feeds.items()}},
+            "loaders": self._loaders.state(),
             "orders": {},
         }
 
@@ -394,8 +364,7 @@ class Session(Loops):
             self._has_started = True
             if self._protection is not None:
                 self._protection.first_turn()
-            for feed in self._feeds.values():
-                feed.put_back_generators()
+            self._loaders.put_back_generators()
             if self._recording is not None:
                 self._recording.started(self._step)
 
@@ -424,7 +393,7 @@ class Session(Loops):
                 _count_step(self._context)
             return
         force, self._force = self._force, False
-        self._watch_loaders()
+        self._loaders.watch(self._boundaries)
         if self._recording is not None:
             allowed = self._recording.boundary(self._step) and allowed
         self._protection.boundary(self._step, self._own_state, force=force, allowed=allowed)
@@ -432,23 +401,6 @@ class Session(Loops):
             self._protection.passed(handle)
         if self._recording is not None:
             self._recording.passed(self._step)
-
-    def _watch_loaders(self) -> None:
-        if self._boundaries < 2 or self._context is None:
-            return
-        reasons = self._context.unprotected
-        is_any_followed = any(feed.is_followed for feed in self._feeds.values())
-        for name, feed in self._feeds.items():
-            # If one loader is tracked, another may be for a later phase or for an evaluation.
-            if feed.is_followed or (is_any_followed and not feed.is_by_hand(self._boundaries)):
-                reasons.remove(name)
-            elif name not in reasons:
-                reasons.add(
-                    name,
-                    f"{name} has given no batch to this session in {self._boundaries} steps: its "
-                    "position is in no snapshot, and a restart begins its data from the start; "
-                    "iterate session.batches(loader)",
-                )
 
     def _keep(self) -> None:
         if self._protection is not None:
@@ -470,25 +422,7 @@ class Session(Loops):
             self._protection.finish()
 
     def _feed_of(self, loader: Any) -> DataPosition:
-        for feed in self._feeds.values():
-            if feed.loader is loader:
-                return feed
-        if self._feeds:
-            raise UsageError(
-                "batches() was given a loader that is not attached: pass every loader whose "
-                "batches are trained on as attach(loader={'name': loader, ...})"
-            )
-        feed = self._feeds["loader"] = DataPosition("loader", loader)
-        if "loader" in self._waiting:
-            feed.load_state(self._waiting.pop("loader"))
-            feed.leave_out(self._context.launch.skip_batches if self._context is not None else 0)
-        self._warn_of(feed)
-        return feed
-
-    def _warn_of(self, feed: DataPosition) -> None:
-        rank = self._context.rank if self._context else 0
-        if self._context is not None and rank == 0 and (text := feed.warning()):
-            _log.warning("%s", text)
+        return self._loaders.of(loader)
 
 
 def _count_step(context: WorkerContext) -> None:

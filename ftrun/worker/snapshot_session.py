@@ -30,13 +30,13 @@ from ftrun.worker.context import WorkerContext
 from ftrun.worker.process import graph_captures, heartbeat, lease
 from ftrun.worker.replicas.shares import ReplicaShares
 from ftrun.worker.restore import early_restore
+from ftrun.worker.restore.buckets import BucketOrders, Warmup
 from ftrun.worker.restore.loader import LocalState, SavedState, put_back_random_states, reload
 from ftrun.worker.restore.overwritten import RestoredMarks, RestoredSettings
 from ftrun.worker.smp_client import WorkerSmpClient
 from ftrun.worker.snapshot_wait import Level, LevelWait, SnapshotHandle, unprotected_reason
 from ftrun.worker.state.attached import AttachedState, is_layout_of
 from ftrun.worker.state.checked_state import CheckedState
-from ftrun.worker.state.determinism import DdpWrapperTracker, is_needed, ready_order, warm_buckets
 from ftrun.worker.state.state_tree import BoundaryState
 from ftrun.worker.state.unprotected import shown
 
@@ -44,8 +44,6 @@ _POLL_S = 0.02
 _STOP_WAIT_S = 600.0
 
 _log = logging.getLogger(__name__)
-
-Warmup = Callable[[], object]
 
 
 class SnapshotSession:
@@ -56,7 +54,6 @@ class SnapshotSession:
     ) -> None:
         self._context = context
         self._attached = attached
-        self._warmup = warmup
         self._checked = CheckedState(attached, context.unprotected, self._check_overwritten)
         self.inner, self._tree = self._checked.inner, self._checked.tree
         self._link = WorkerSmpClient(context)
@@ -70,17 +67,13 @@ class SnapshotSession:
         self._streams = StepStreams(guarded_step)
         stepping = [*attached.optimizers.values(), *self.inner.covered]
         self._accumulation = AccumulationTracker(stepping, attached.stateful.values(), guarded_step)
-        self._watch = DdpWrapperTracker()
+        self._buckets = BucketOrders(attached.modules, warmup)
         self.digests = BoundaryDigests(context.page, attached)
         self._capture: Capture | None = None
         self._saved: SavedState | None = None
         self._inherited: Arena | None = None
         self._marks: RestoredMarks | None = None
         self._settings: RestoredSettings | None = None
-        self._wrapped_at_load: set[int] = set()
-        self._orders: dict[str, list[int]] = {}
-        self._final_orders: set[str] = set()
-        self._is_restored = False
         self._members: Group = ()
         """Of the restored shard; empty if it holds whole tensors, or was of another layout."""
         self.after_replayed_step: Callable[..., None] = lambda: None
@@ -94,13 +87,11 @@ class SnapshotSession:
         lease.install(context)  # if a wrapper started the worker, `heartbeat.install` has not run
         context.page.set(HeartbeatField.ATTACHED, 1)
         context.page.set(HeartbeatField.ATTACH_NS, clock.now_ns())
-        if torch.distributed.is_initialized() and not self._wrappers():
-            self._watch.find_older()
+        self._buckets.find_older()
         if context.restore is None:
             return None
         self._saved = self._open_other() if context.is_resized else self._open_own(context.restore)
-        self._orders = self._saved.part("orders")
-        self._is_restored = True
+        self._buckets.load(self._saved.part("orders"))
         own = {name: self._saved.part(name) for name in ("session", "loaders")}
         self._load()
         return own
@@ -180,8 +171,7 @@ class SnapshotSession:
 
     def _load(self) -> None:
         assert self._saved is not None
-        self._warm_buckets()
-        self._wrapped_at_load = {id(ddp) for ddp in self._wrappers().values()}
+        self._buckets.warm()
         self._put_in_place()
         self._marks = RestoredMarks(self._tree)
         self._settings = RestoredSettings(self._tree)
@@ -232,7 +222,7 @@ class SnapshotSession:
         """Start the loop: restore again what the script has changed since `attach`."""
         if self._saved is not None:
             self._put_back_settings()
-            if self._wrapped_since_load():
+            if self._buckets.is_wrapped_since:
                 # DDP's constructor has broadcast the buffers of rank 0.
                 self.finish()
                 self._load()
@@ -273,7 +263,7 @@ class SnapshotSession:
         SAM, or a script that normalizes a layer, also changes weights before the step. Therefore
         the report requires that most weights, or most optimizer state, differ.
         """
-        if self._marks is None or self.inner.has_wrappers or self._wrapped_since_load():
+        if self._marks is None or self.inner.has_wrappers or self._buckets.is_wrapped_since:
             return
         if self._graphs.is_capturing:
             return  # the comparison waits for the device
@@ -292,15 +282,12 @@ class SnapshotSession:
 
     def first_turn_is_over(self) -> None:
         """End the first step of a loop that did not call `begin`; that step cannot be repeated."""
-        if self._saved is not None and self._wrapped_since_load():
+        if self._saved is not None and self._buckets.is_wrapped_since:
             _log.warning(
                 "not bitwise: the model was wrapped in DDP after attach, which has sent rank 0's "
                 "buffers to all; attach after wrapping, or use session.steps()"
             )
         self._let_go()
-
-    def _wrapped_since_load(self) -> bool:
-        return bool({id(ddp) for ddp in self._wrappers().values()} - self._wrapped_at_load)
 
     def boundary(
         self, step: int, extra: Callable[[], dict[str, Any]], *, force: bool, allowed: bool
@@ -342,7 +329,7 @@ class SnapshotSession:
         return stops
 
     def _collect(self, extra: dict[str, Any]) -> BoundaryState:
-        return self._checked.collect({**extra, "orders": self._known_orders()})
+        return self._checked.collect({**extra, "orders": self._buckets.known()})
 
     def keep(self, step: int, extra: Callable[[], dict[str, Any]]) -> None:
         """Take a snapshot without a boundary, unless `step` already has one."""
@@ -438,7 +425,7 @@ class SnapshotSession:
             self._capture.finish()
 
     def close(self) -> None:
-        self._watch.close()
+        self._buckets.close()
         self._graphs.listen()
         self._streams.close()
         self._accumulation.close()
@@ -458,38 +445,3 @@ class SnapshotSession:
                 clock.sleep(_POLL_S)  # short, so that a signal handler of the script can run
         finally:
             self._context.page.set(HeartbeatField.STOPPED_AT_BOUNDARY, 0)
-
-    # --- bucket order ------------------------------------------------------------------------
-
-    def _wrappers(self) -> dict[str, Any]:
-        return self._watch.wrappers_of(self._attached.modules)
-
-    def _warm_buckets(self) -> None:
-        wrappers = {n: ddp for n, ddp in self._wrappers().items() if is_needed(ddp)}
-        if not wrappers:
-            return
-        if self._warmup is not None:
-            self._warmup()
-            return
-        for name, ddp in wrappers.items():
-            if name in self._orders:
-                warm_buckets(ddp, self._orders[name])
-            else:
-                _log.warning("not bitwise: no order of gradients is recorded for %s", name)
-
-    def _known_orders(self) -> dict[str, list[int]]:
-        if not torch.distributed.is_initialized():
-            return self._orders
-        wrappers = {n: ddp for n, ddp in self._wrappers().items() if n not in self._final_orders}
-        for name, ddp in wrappers.items():
-            if not is_needed(ddp):
-                self._final_orders.add(name)
-                continue
-            order, is_final = ready_order(ddp)
-            if is_final:
-                self._final_orders.add(name)
-                if name in self._orders and self._is_restored and order != self._orders[name]:
-                    _log.warning("not bitwise: the gradient buckets of %s differ", name)
-            if order is not None and (is_final or name not in self._orders):
-                self._orders[name] = order
-        return self._orders
