@@ -393,6 +393,10 @@ class ProtocolError(PeerError):
     """A frame is malformed, too long, or of another run."""
 
 
+class JoinRefused(FtrunError):
+    """A rank cannot join the ranks that stay; all ranks are then started again."""
+
+
 class InternalError(FtrunError):
     """A broken invariant: a bug in ftrun."""
 

@@ -7,7 +7,7 @@ position waits here.
 """
 
 import logging
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 from torch.utils.data import DataLoader
@@ -43,6 +43,7 @@ class AttachedLoaders:
         self._positions = positions
         self._context = context
         self._waiting: dict[str, Any] = {}
+        self._keeps: tuple[Callable[[], int], set[int]] | None = None
         for position in positions.values():
             self._warn_of(position)
 
@@ -71,6 +72,27 @@ class AttachedLoaders:
                 count,
             )
 
+    def keep_batches(self, step: Callable[[], int], others: Mapping[str, object]) -> None:
+        """Keep batches for `rewind`; `others`: generators that are attached by themselves.
+
+        `step` returns the number of step boundaries so far.
+        """
+        self._keeps = step, {id(one) for one in others.values()}
+        for position in self._positions.values():
+            position.keep_batches(*self._keeps)
+
+    def forget_before(self, step: int) -> None:
+        for position in self._positions.values():
+            position.forget_before(step)
+
+    def rewind(self, saved: dict[str, Any], step: int) -> None:
+        """Go back to the positions after this step."""
+        for name, state in saved.items():
+            if name in self._positions:
+                self._positions[name].rewind(state, step)
+            else:
+                self._waiting[name] = state
+
     def put_back_generators(self) -> None:
         for position in self._positions.values():
             position.put_back_generators()
@@ -86,6 +108,8 @@ class AttachedLoaders:
                 "batches are trained on as attach(loader={'name': loader, ...})"
             )
         position = self._positions["loader"] = DataPosition("loader", loader)
+        if self._keeps is not None:
+            position.keep_batches(*self._keeps)
         if "loader" in self._waiting:
             position.load_state(self._waiting.pop("loader"))
             if self._context is not None:

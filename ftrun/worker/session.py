@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ftrun import clock
-from ftrun.errors import SnapshotError, UsageError
+from ftrun.errors import JoinRefused, SnapshotError, UsageError
 from ftrun.sharding.rules import ShardingRules
 from ftrun.worker.context import WorkerContext, worker_context
 from ftrun.worker.loaders import AttachedLoaders, positions_of, refuse_loader
@@ -32,6 +32,7 @@ from ftrun.worker.state.tensors import HostCopy, is_capturing
 if TYPE_CHECKING:
     from ftrun.worker.capture.recording import Recording
     from ftrun.worker.snapshot_session import SnapshotSession
+    from ftrun.worker.survivors.rejoin import Survivor
 
 _log = logging.getLogger(__name__)
 
@@ -152,6 +153,7 @@ class Session(Loops):
         self._losses: deque[tuple[int, HostCopy]] = deque(maxlen=_LATE_LOSSES)
         """Steps and losses whose copy from a device is pending."""
         self._protection: SnapshotSession | None = None
+        self._survivor: Survivor | None = None
         self._check: PlainCheck | None = None
         self._explained_in = ""
         self._fresh_id = uuid.uuid4().hex[:12]
@@ -243,7 +245,7 @@ class Session(Loops):
                 f"report(loss=) was given a tensor of shape {list(loss.shape)}: pass one number, "
                 "such as loss.mean()"
             )
-        if self._context is None:
+        if self._context is None or self.is_rehearsal:
             return
         step = self._step + 1
         if isinstance(loss, torch.Tensor) and not loss.is_cpu:
@@ -297,6 +299,11 @@ class Session(Loops):
             )
         protection = self._protection = SnapshotSession(context, attached, warmup)
         protection.after_replayed_step = after_optimizer_step(weakref.ref(self))
+        if context.staying is not None:
+            from ftrun.worker.survivors.rejoin import Survivor
+
+            self._survivor = Survivor(context, context.staying, protection)
+            self._loaders.keep_batches(lambda: self._step, attached.generators)
         try:
             self._restore(protection, context)
         except BaseException:
@@ -320,6 +327,30 @@ class Session(Loops):
             self._loaders.load(saved["loaders"], left)
         protection.begin(self._own_state)
         protection.put_back_random_states()
+
+    @property
+    def _stay(self) -> "Survivor | None":
+        return self._survivor
+
+    def _rejoin(self) -> bool:
+        survivor, protection = self._survivor, self._protection
+        if survivor is None or protection is None or not survivor.is_over:
+            return False
+        survivor.park()
+        saved = protection.restore(is_again=True)
+        if saved is None or saved["session"]["epoch"] != self._epoch:
+            raise JoinRefused("this process cannot go back to a version before its loop")
+        self._step = saved["session"]["step"]
+        self._steps_left = set(saved["session"].get("steps_left", ()))
+        self._loaders.rewind(saved["loaders"], self._step)
+        self._force = self._has_stepped = self._is_plain_phase = False
+        self._requested = None
+        self._losses.clear()
+        protection.begin(self._own_state)
+        survivor.join(protection.buckets.digest())
+        protection.put_back_random_states()
+        protection.release()
+        return True
 
     def _explain(self, before: str) -> None:
         """Log once per run what a restore does not restore; `before`: the run that logged it."""
@@ -350,6 +381,7 @@ class Session(Loops):
             },
             "loaders": self._loaders.state(),
             "orders": {},
+            **({} if self._survivor is None else {"set_up": self._survivor.set_up()}),
         }
 
     def _set_phase(self, name: str) -> str:
@@ -363,10 +395,14 @@ class Session(Loops):
         if not self._has_started:
             self._has_started = True
             if self._protection is not None:
-                self._protection.first_turn()
+                self._protection.first_turn(self._join)
             self._loaders.put_back_generators()
             if self._recording is not None:
                 self._recording.started(self._step)
+
+    def _join(self) -> None:
+        if self._survivor is not None and self._protection is not None:
+            self._survivor.join_first(self._protection.buckets.digest)
 
     def _wait(self, level: Level, timeout_s: float, handle: SnapshotHandle | None) -> bool:
         if self._context is None:
@@ -376,6 +412,10 @@ class Session(Loops):
         return self._protection.wait(level, timeout_s, handle)
 
     def _boundary(self, *, allowed: bool) -> None:
+        if self._stay is None or not self._stay.is_over:  # else the turn is repeated
+            self._complete_turn(allowed=allowed)
+
+    def _complete_turn(self, *, allowed: bool) -> None:
         self._step += 1
         handle, self._requested = self._requested, None
         if handle is not None:
@@ -397,6 +437,7 @@ class Session(Loops):
         if self._recording is not None:
             allowed = self._recording.boundary(self._step) and allowed
         self._protection.boundary(self._step, self._own_state, force=force, allowed=allowed)
+        self._loaders.forget_before(self._protection.oldest_step)
         if handle is not None:
             self._protection.passed(handle)
         if self._recording is not None:
@@ -411,11 +452,16 @@ class Session(Loops):
 
     def _enter(self, driver: str) -> None:
         super()._enter(driver)
+        if self._survivor is not None:
+            is_restored = self._restored and not self._has_started
+            self._survivor.enter_loop(self._step, is_restored=is_restored)
         if self._context is not None and self._context.page.phase == BETWEEN_LOOPS:
             self._context.page.phase = "train"
 
     def _leave(self) -> None:
         super()._leave()
+        if self._survivor is not None:
+            self._survivor.leave_loop()
         if self._context is not None and self._context.page.phase in ("", "train"):
             self._context.page.phase = BETWEEN_LOOPS
         if self._protection is not None:

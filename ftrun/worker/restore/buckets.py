@@ -5,13 +5,16 @@ Source:   determinism.py says why the order matters.
 """
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
+from ftrun.errors import JoinRefused
 from ftrun.worker.state.determinism import DdpWrapperTracker, is_needed, ready_order, warm_buckets
+from ftrun.worker.survivors.reset import layout, order_problem, problem_of, reset
 
 _log = logging.getLogger(__name__)
 
@@ -19,9 +22,18 @@ Warmup = Callable[[], object]
 
 
 class BucketOrders:
-    """The orders of all attached DDP instances, by name of the module."""
+    """The orders of all attached DDP instances, by name of the module.
 
-    def __init__(self, modules: dict[str, nn.Module], warmup: Warmup | None) -> None:
+    Args:
+        warmup: replaces the synthetic backward.
+        records_all: also where the sums do not depend on the order, because a rank that stays and
+            a new one must have the same buckets.
+    """
+
+    def __init__(
+        self, modules: dict[str, nn.Module], warmup: Warmup | None, *, records_all: bool
+    ) -> None:
+        self._records_all = records_all
         self._modules = modules
         self._warmup = warmup
         self._watch = DdpWrapperTracker()
@@ -44,7 +56,7 @@ class BucketOrders:
 
     def warm(self) -> None:
         """Put the buckets in the recorded order; a collective call."""
-        self._wrapped_at_load = {id(ddp) for ddp in self.wrappers().values()}
+        self._note_wrapped()
         wrappers = {n: ddp for n, ddp in self.wrappers().items() if is_needed(ddp)}
         if not wrappers:
             return
@@ -57,6 +69,27 @@ class BucketOrders:
             else:
                 _log.warning("not bitwise: no order of gradients is recorded for %s", name)
 
+    def reset(self, optimizers: Iterable[Optimizer], others: Iterable[object]) -> None:
+        """Leave nothing of the last turn, and put the buckets in the recorded order, alone.
+
+        `others`: attached objects, of which each GradScaler is reset.
+        """
+        self._note_wrapped()
+        wrappers = self.wrappers()
+        if problem := order_problem(wrappers, self._orders):
+            raise JoinRefused(f"this process cannot be restored in place: {problem}")
+        reset(self._modules.values(), wrappers, self._orders, optimizers, others)
+
+    def digest(self) -> str:
+        return layout(self.wrappers())
+
+    def stay_problem(self) -> str:
+        """Why `reset` cannot be exact, in words; empty if it can."""
+        return problem_of([*self._modules.values(), *self.wrappers().values()])
+
+    def _note_wrapped(self) -> None:
+        self._wrapped_at_load = {id(ddp) for ddp in self.wrappers().values()}
+
     @property
     def is_wrapped_since(self) -> bool:
         """Whether a module was wrapped after `warm`."""
@@ -68,7 +101,7 @@ class BucketOrders:
             return self._orders
         wrappers = {n: ddp for n, ddp in self.wrappers().items() if n not in self._final}
         for name, ddp in wrappers.items():
-            if not is_needed(ddp):
+            if not (is_needed(ddp) or self._records_all):
                 self._final.add(name)
                 continue
             order, is_final = ready_order(ddp)
