@@ -57,6 +57,14 @@ class Case:
 
 # --- models ---------------------------------------------------------------------------------------
 
+in_backward: Callable[[torch.Tensor], None] = lambda _: None
+"""Called in the middle of each backward."""
+
+
+def marked(x: torch.Tensor) -> torch.Tensor:
+    x.register_hook(lambda gradient: in_backward(gradient))
+    return x
+
 
 class Net(nn.Module):
     """Uses its layers in another order than it holds them, and one of them in some steps only."""
@@ -74,6 +82,7 @@ class Net(nn.Module):
             if self.has_unused and at == 5 and step % 2:
                 continue
             x = self.layers[at](x).tanh() * self.scale
+            x = marked(x) if at == 0 else x
         return self.drop(self.norm(x))
 
 
@@ -84,8 +93,9 @@ class Sharded(nn.Module):
         self.drop = nn.Dropout(0.1)
 
     def forward(self, x: torch.Tensor, step: int) -> torch.Tensor:
-        for layer in self.layers:
+        for at, layer in enumerate(self.layers):
             x = x + self.drop(layer(x).tanh())
+            x = marked(x) if at == 1 else x
         return x
 
 
@@ -165,6 +175,8 @@ class Rank:
         threading.Thread(target=self.listen, daemon=True).start()
         # A rank that is set up alone has other random numbers, and gets those of its first set-up.
         random.seed(self.rank if restore is None else os.urandom(8))
+        global in_backward
+        in_backward = lambda _: self.maybe_die("backward")  # noqa: E731
         self.case.build(self)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
         self.set_up.finish()
@@ -194,8 +206,6 @@ class Rank:
         self.maybe_die("forward")
         x = torch.randn(8, 64, generator=generator)
         loss = self.model(x, step).square().mean()
-        if self.die_in("backward"):
-            list(self.model.parameters())[3].register_hook(lambda _: self.maybe_die("backward"))
         if self.scaler is not None:
             self.scaler.scale(loss).backward()
             self.scaler.unscale_(self.optimizer)
