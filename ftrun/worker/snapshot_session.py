@@ -73,9 +73,7 @@ class SnapshotSession:
         self._streams = StepStreams(guarded_step)
         stepping = [*attached.optimizers.values(), *self.inner.covered]
         self._accumulation = AccumulationTracker(stepping, attached.stateful.values(), guarded_step)
-        self.buckets = BucketOrders(
-            attached.modules, warmup, records_all=context.staying is not None
-        )
+        self.buckets = BucketOrders(attached.modules, warmup, may_stay=context.staying is not None)
         self.digests = BoundaryDigests(context.page, attached)
         self._capture: Capture | None = None
         self._saved: SavedState | None = None

@@ -26,14 +26,13 @@ class BucketOrders:
 
     Args:
         warmup: replaces the synthetic backward.
-        records_all: also where the sums do not depend on the order, because a rank that stays and
-            a new one must have the same buckets.
+        may_stay: orders are also recorded for two ranks, see `is_needed`.
     """
 
     def __init__(
-        self, modules: dict[str, nn.Module], warmup: Warmup | None, *, records_all: bool
+        self, modules: dict[str, nn.Module], warmup: Warmup | None, *, may_stay: bool
     ) -> None:
-        self._records_all = records_all
+        self._may_stay = may_stay
         self._modules = modules
         self._warmup = warmup
         self._watch = DdpWrapperTracker()
@@ -101,7 +100,7 @@ class BucketOrders:
             return self._orders
         wrappers = {n: ddp for n, ddp in self.wrappers().items() if n not in self._final}
         for name, ddp in wrappers.items():
-            if not (is_needed(ddp) or self._records_all):
+            if not is_needed(ddp, may_stay=self._may_stay):
                 self._final.add(name)
                 continue
             order, is_final = ready_order(ddp)
