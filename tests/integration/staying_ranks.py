@@ -6,6 +6,7 @@ import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -45,6 +46,10 @@ class RankProcess:
     page: SharedPage
     generations: list[int] = field(default_factory=list)
 
+    @property
+    def step(self) -> int:
+        return self.page.get(HeartbeatField.STEP)
+
 
 class StayingNode:
     """Starts ranks, kills none by itself, and joins new processes to those that stay."""
@@ -56,6 +61,7 @@ class StayingNode:
         self.ranks: dict[int, RankProcess] = {}
         self.parked: dict[int, Parked] = {}
         self.restored: list[Version] = []
+        self.rehearsed: dict[int, RankProcess] = {}
         self._fds: list[int] = []
         self._streams: list[Any] = []
         socket_path = folder / "smp.sock"
@@ -72,13 +78,21 @@ class StayingNode:
             socket_path, run_id=RUN, peer="the SMP", hello=hello, deadline_s=TIMEOUT_S
         )
 
-    def run(self, *, stays: bool = True) -> None:
-        """Run to the end; after a death, the other ranks stay, or all are started again."""
+    def run(self, *, stays: bool = True, rehearses: Sequence[int] = ()) -> None:
+        """Run to the end; after a death, the other ranks stay, or all are started again.
+
+        `rehearses`: these ranks are rehearsed after three steps, and then killed.
+        """
         self._begin(None, staying=[])
         give_up_s = clock.now_s() + TIMEOUT_S
+        left = list(rehearses)
         while any(one.process.poll() is None for one in self.ranks.values()):
             assert clock.now_s() < give_up_s, self.output()
             clock.sleep(0.002)
+            if left and all(one.step >= 3 for one in self.ranks.values()):
+                rank = left.pop()
+                self.rehearse(rank)
+                self.kill(rank)
             dead = [r for r, one in self.ranks.items() if one.process.poll() not in (None, 0)]
             if dead:
                 codes = {self.ranks[rank].process.returncode for rank in dead}
@@ -86,15 +100,34 @@ class StayingNode:
                 self.recover(dead, stays=stays)
                 give_up_s = clock.now_s() + TIMEOUT_S
 
+    def rehearse(self, rank: int) -> Parked:
+        """Start a process that is ready to replace a rank."""
+        request = self._request(rank, self.newest(), self._arenas().get(rank), rehearses=True)
+        self.rehearsed[rank] = self._started(rank, request, f"rehearsal.{rank}")
+        line = self.rehearsed[rank].line
+        assert select.select([line], [], [], TIMEOUT_S)[0]
+        data = line.recv(1 << 16)
+        assert data, (self.rehearsed[rank].process.wait(TIMEOUT_S), self.output())
+        self.parked[rank] = parked = msgspec.json.decode(data, type=Parked)
+        assert not parked.problem, self.output()
+        return parked
+
     def recover(self, dead: list[int], *, stays: bool) -> None:
         """Start the next generation, in which only the dead ranks have new processes."""
         living = [rank for rank in self.ranks if rank not in dead]
         staying = self.park(living) if stays else []
+        restore = self.newest()
+        for rank in self.rehearsed.keys() & set(dead):
+            self.ranks[rank].line.close()
+            self.ranks[rank] = self.rehearsed.pop(rank)
+            staying.append(rank)
+        bounds = [(self.parked[one].first_step, self.parked[one].last_step) for one in staying]
+        assert all(first <= restore.step <= last for first, last in bounds), (restore, self.parked)
         for rank in living:
             if rank not in staying:
                 self.kill(rank)
-        assert not stays or len(staying) == len(living), f"{self.parked}\n{self.output()}"
-        self._begin(self.newest(), staying=staying)
+        assert not stays or set(living) <= set(staying), f"{self.parked}\n{self.output()}"
+        self._begin(restore, staying=staying)
 
     def park(self, ranks: list[int]) -> list[int]:
         """Revoke the generation; return the ranks that are parked."""
@@ -139,7 +172,7 @@ class StayingNode:
         return found
 
     def close(self) -> None:
-        for one in self.ranks.values():
+        for one in (*self.ranks.values(), *self.rehearsed.values()):
             if one.process.poll() is None:
                 one.process.kill()
             one.process.wait(TIMEOUT_S)
@@ -157,8 +190,7 @@ class StayingNode:
     def _begin(self, restore: Version | None, *, staying: list[int]) -> None:
         self.generation += 1
         self._store = make_store("127.0.0.1")
-        command_fd = self._kept(create_command_page())
-        self.commands = SharedPage(command_fd)
+        self._command_fd = self._kept(create_command_page())
         if restore is not None:
             self.restored.append(restore)
             self._ask(smp_messages.VoidAfter(restore.generation, restore.step))
@@ -167,29 +199,44 @@ class StayingNode:
         pair = None if restore is None else (restore.generation, restore.step)
         self._ask(
             smp_messages.BeginGeneration(self.generation, self.world_size, ranks, restored=pair),
-            command_fd,
+            self._command_fd,
         )
         arenas = self._arenas() if restore is not None else {}
         for rank in ranks:
-            self._launch(rank, restore, command_fd, arenas.get(rank), staying)
+            self._launch(rank, restore, arenas.get(rank), staying)
 
     def _launch(
-        self,
-        rank: int,
-        restore: Version | None,
-        command_fd: int,
-        arena_fd: int | None,
-        staying: list[int],
+        self, rank: int, restore: Version | None, arena_fd: int | None, staying: list[int]
     ) -> None:
-        page_fd = self._kept(create_page(f"rank-{rank}"))
+        joins = bool(staying) and rank not in staying
+        request = self._request(rank, restore, arena_fd, joins=joins)
+        name = f"{rank}.{self.generation}"
+        if rank in staying:
+            found = self.ranks[rank]
+            found.page = SharedPage(request.descriptors["heartbeat"])
+            output = self._output(name).fileno()
+            descriptors = {**request.descriptors, "stdout": output, "stderr": output}
+            request = msgspec.structs.replace(
+                request, descriptors=descriptors, variables=self._variables(rank)
+            )
+            send_request(found.line, encode_launch(request), list(descriptors.values()))
+        else:
+            if rank in self.ranks:
+                self.ranks[rank].line.close()
+            found = self.ranks[rank] = self._started(rank, request, name)
+        found.generations.append(self.generation)
+
+    def _request(
+        self, rank: int, restore: Version | None, arena_fd: int | None, **changes: Any
+    ) -> LaunchRequest:
         descriptors = {
-            "heartbeat": page_fd,
-            "command": command_fd,
+            "heartbeat": self._kept(create_page(f"rank-{rank}")),
+            "command": self._command_fd,
             "stack": self._kept(create_stack_file(str(rank))),
         }
         if arena_fd is not None:
             descriptors["arena"] = arena_fd
-        request = LaunchRequest(
+        made = LaunchRequest(
             Generation(self.generation),
             Rank(rank),
             self.world_size,
@@ -198,44 +245,29 @@ class StayingNode:
             restore=restore,
             snapshot=SnapshotConfig(every=1, commit_timeout_s=TIMEOUT_S),
             descriptors=descriptors,
-            joins=bool(staying) and rank not in staying,
         )
-        output = open(self.folder / f"output.{rank}.{self.generation}", "wb")  # noqa: SIM115
-        self._streams.append(output)
-        if rank in staying:
-            streams = {"stdout": output.fileno(), "stderr": output.fileno()}
-            request = msgspec.structs.replace(
-                request,
-                descriptors={**descriptors, **streams},
-                variables=self._variables(rank),
-            )
-            found = self.ranks[rank]
-            found.page = SharedPage(page_fd)
-            fds = list(request.descriptors.values())
-            send_request(found.line, encode_launch(request), fds)
-        else:
-            ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            descriptors["line"] = theirs.fileno()
-            found = self._started(rank, request, output, ours)
-            theirs.close()
-        found.generations.append(self.generation)
+        return msgspec.structs.replace(made, **changes)
 
-    def _started(
-        self, rank: int, request: LaunchRequest, output: Any, line: socket.socket
-    ) -> RankProcess:
+    def _output(self, name: str) -> Any:
+        output = open(self.folder / f"output.{name}", "wb")  # noqa: SIM115
+        self._streams.append(output)
+        return output
+
+    def _started(self, rank: int, request: LaunchRequest, name: str) -> RankProcess:
+        line, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        descriptors = {**request.descriptors, "line": theirs.fileno()}
+        request = msgspec.structs.replace(request, descriptors=descriptors)
         command = ["-u", "-m", "ftrun.worker.process.startup", "script", str(SCRIPT)]
-        process = subprocess.Popen(
-            [sys.executable, *command, str(self.folder), *self.arguments],
-            env={**self._variables(rank), LAUNCH: encode_launch(request).decode()},
-            pass_fds=list(request.descriptors.values()),
-            stdout=output,
-            stderr=output,
-        )
-        page = SharedPage(request.descriptors["heartbeat"])
-        if rank in self.ranks:
-            self.ranks[rank].line.close()
-        self.ranks[rank] = RankProcess(process, line, page)
-        return self.ranks[rank]
+        output = self._output(name)
+        with theirs:
+            process = subprocess.Popen(
+                [sys.executable, *command, str(self.folder), *self.arguments],
+                env={**self._variables(rank), LAUNCH: encode_launch(request).decode()},
+                pass_fds=list(descriptors.values()),
+                stdout=output,
+                stderr=output,
+            )
+        return RankProcess(process, line, SharedPage(descriptors["heartbeat"]))
 
     def _variables(self, rank: int) -> dict[str, str]:
         return {
@@ -280,7 +312,3 @@ class StayingNode:
         while not condition():
             assert clock.now_s() < give_up_s
             clock.sleep(0.002)
-
-
-def field_of(node: StayingNode, rank: int, at: HeartbeatField) -> int:
-    return node.ranks[rank].page.get(at)

@@ -19,7 +19,7 @@ import json
 import logging
 import os
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -41,6 +41,7 @@ from ftrun.worker.restore.loader import saved_part
 from ftrun.worker.survivors.groups import ProcessGroups
 from ftrun.worker.survivors.guard import CONFIRM_S, is_of_broken_connection
 from ftrun.worker.survivors.line import AgentLine
+from ftrun.worker.survivors.reset import reducing_alone
 from ftrun.worker.survivors.set_up import SetUp
 
 if TYPE_CHECKING:
@@ -124,10 +125,15 @@ class Survivor:
         self._protection = protection
         self._first_step = 0
         """Oldest step to which this process can go back inside its loop."""
+        self._last_step = 0
+        """Newest step to which it can go inside its loop."""
         self._may_stay = False
         self._is_guarded = True
         """The last turn that was handed out has entered its guard."""
         self._is_rehearsed = False
+        """The one turn of a rehearsal has begun."""
+        self._rehearsing = ExitStack()
+        self._rehearsal_problem = ""
 
     # --- for the loop and its guard --------------------------------------------------------
 
@@ -140,15 +146,24 @@ class Survivor:
         return self._line.is_revoked or self._is_rehearsed
 
     def await_end(self, error: Exception) -> bool:
+        if self._is_rehearsed:
+            self._rehearsal_problem = f"its turn failed: {type(error).__name__}: {error}"
         if self.is_over:
             return True
         if not self._may_stay or not is_of_broken_connection(error):
             return False
         return self._line.await_revoke(CONFIRM_S)
 
-    def enter_loop(self, step: int, *, is_restored: bool) -> None:
-        """`is_restored`: this loop continues at the restored version, so it can go back to it."""
+    def enter_loop(self, step: int, *, last_step: int, is_restored: bool) -> None:
+        """Note the steps between which this process can move.
+
+        Args:
+            step: at the start of the loop.
+            last_step: at its end, or before.
+            is_restored: the loop continues at the restored version, so it can go back to it.
+        """
         self._first_step = step if is_restored else step + 1
+        self._last_step = last_step
         self._is_guarded = True
 
     def leave_loop(self) -> None:
@@ -194,14 +209,15 @@ class Survivor:
         """Wait for the next launch request, and replace the last one by it."""
         crash_point("worker.renew.revoked")
         self._may_stay = False
+        self._rehearsing.close()
         self._groups.detach()
         if torch.accelerator.is_available():
             torch.accelerator.synchronize()
         self._protection.leave()
-        if problem := self._groups.problem:
+        if problem := self._groups.problem or self._rehearsal_problem:
             self._line.refuse(problem)
         crash_point("worker.renew.parked")
-        request, fds = self._line.park(self._first_step)
+        request, fds = self._line.park(self._first_step, self._last_step)
         self._process.launch_again(request, fds)
         self._is_rehearsed = False
         self._groups.stand_in()
@@ -212,6 +228,8 @@ class Survivor:
         self._process.set_up.finish()
         if self._context.launch.rehearses:
             self._groups.stand_in()
+            wrappers = self._protection.buckets.wrappers()
+            self._rehearsing.enter_context(reducing_alone(wrappers.values()))
         elif self._context.launch.joins:
             self.join(buckets())
 
