@@ -32,6 +32,7 @@ from typing import Any
 import torch
 import torch._C._distributed_c10d as _c10d
 import torch.distributed as dist
+from torch._C._distributed_c10d import DebugLevel, PrefixStore, Store, get_debug_level
 from torch.distributed import distributed_c10d as c10d
 
 from ftrun.worker.survivors import backends
@@ -86,7 +87,7 @@ class ProcessGroups:
         self._signature = inspect.signature(self._original)
         self.create: Callable[[Creation], Created] = lambda given: self._original(**given)
         """Creates a group. A process that sets up alone replaces it, see `alone`."""
-        c10d._new_process_group_helper = self._create  # type: ignore[assignment]
+        c10d._new_process_group_helper = self._create
 
     def _create(self, *args: Any, **kwargs: Any) -> Created:
         given = self._signature.bind(*args, **kwargs).arguments
@@ -98,8 +99,10 @@ class ProcessGroups:
         self._calls.append((name, given["group_size"], ranks, str(given["backend"])))
         if not isinstance(group, dist.ProcessGroup) or id(group) in known:
             return created
-        made = backends.tcp_connections() - before
-        self._add(group, given, made)
+        try:
+            self._add(group, given, backends.tcp_connections() - before)
+        except Exception as error:  # noqa: BLE001 - a bug in ftrun must not end the script
+            self._problem = f"a bug in ftrun: {error!r}"
         return created
 
     def _add(
@@ -137,7 +140,7 @@ class ProcessGroups:
         for backend in _backends_of(group):
             if isinstance(backend, dist.ProcessGroupGloo):
                 self._devices.note(backend)
-                expected += (group.size() - 1) * len(backend.options._devices)
+                expected += (group.size() - 1) * len(_devices_of(backend))
         others = set(member.kinds.values()) - set(KINDS)
         if others:
             member.problem = f"group {member.name} uses the backend {min(others)}"
@@ -209,7 +212,7 @@ class ProcessGroups:
         for member, group in self._groups():
             self._use_fake(member, group, _STAND_IN)
 
-    def renew(self, store: dist.Store, generation: int, timeout: timedelta) -> None:
+    def renew(self, store: Store, generation: int, timeout: timedelta) -> None:
         """Connect all groups again over this store. Every rank of the generation calls this.
 
         Args:
@@ -220,7 +223,7 @@ class ProcessGroups:
         with self._lock:
             self._is_aborted = False
         for member, group in self._groups():
-            inner = dist.PrefixStore(f"{generation}/{member.name}/", store)
+            inner = PrefixStore(f"{generation}/{member.name}/", store)
             before = backends.tcp_connections()
             made: dict[str, Any] = {}
             for device, kind in member.kinds.items():
@@ -253,10 +256,10 @@ class ProcessGroups:
         member: _Member,
         group: dist.ProcessGroup,
         kind: str,
-        store: dist.Store,
+        store: Store,
         timeout: timedelta,
     ) -> Any:
-        inner = dist.PrefixStore(f"{kind}/", store)
+        inner = PrefixStore(f"{kind}/", store)
         size = group.size()
         if kind == "gloo":
             backend: Any = self._devices.create(
@@ -301,6 +304,10 @@ def _backends_of(group: dist.ProcessGroup) -> list[Any]:
     return list(found.values())
 
 
+def _devices_of(backend: Any) -> list[Any]:
+    return list(backend.options._devices)
+
+
 def _uses_only_gloo(group: dist.ProcessGroup) -> bool:
     # NCCL opens its connections later, and in threads of its own.
     return all(isinstance(one, dist.ProcessGroupGloo) for one in _backends_of(group))
@@ -329,7 +336,7 @@ def _unsupported() -> str:
     """Why groups of this process cannot be renewed, whatever they are."""
     if missing := missing_names():
         return f"torch {torch.__version__} has no {missing[0]}"
-    if dist.get_debug_level() == dist.DebugLevel.DETAIL:
+    if get_debug_level() == DebugLevel.DETAIL:
         return "TORCH_DISTRIBUTED_DEBUG=DETAIL wraps each group"
     if os.environ.get("TORCH_GLOO_LAZY_INIT", "0") not in ("", "0"):
         return "TORCH_GLOO_LAZY_INIT connects groups after their creation"

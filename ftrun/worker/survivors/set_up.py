@@ -59,7 +59,8 @@ _MESSAGES = (
 class _Span(NamedTuple):
     """Bytes of a storage that a call has written to."""
 
-    storage: StorageWeakRef
+    storage: Any
+    """A `StorageWeakRef`, which also keeps the storage's address from being used again."""
     first: int
     last: int
 
@@ -200,7 +201,7 @@ class SetUp:
                 self._is_inside = False
 
         # It stays after the set-up, because a later wrapper may have it as its original.
-        DistributedDataParallel.__init__ = construct  # type: ignore[method-assign]
+        DistributedDataParallel.__init__ = construct  # type: ignore[method-assign, assignment]
 
     def _is_elsewhere(self) -> bool:
         """Whether a call is not one of the script's own during the set-up."""
@@ -220,8 +221,11 @@ class SetUp:
             return run() if is_async else None
         before = self._groups.calls()
         result = run()
-        self._cover(before)
-        self._note(text, output, is_known=not is_async)
+        try:
+            self._cover(before)
+            self._note(text, output, is_known=not is_async)
+        except Exception as error:  # noqa: BLE001 - a bug in ftrun must not end the script
+            self._fail(f"a bug in ftrun: {error!r}")
         return result
 
     def _constructed(self, module: nn.Module, before: Mapping[str, int]) -> None:
@@ -339,15 +343,16 @@ def _tensor(stored: list[Any]) -> torch.Tensor:
 def _span(tensor: torch.Tensor) -> _Span:
     tensor = getattr(tensor, "_local_tensor", tensor)
     size = tensor.element_size()
-    first = tensor.storage_offset() * size
+    first = int(tensor.storage_offset()) * size
     extent = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
     last = first + ((extent + 1) * size if tensor.numel() else 0)
-    return _Span(StorageWeakRef(tensor.untyped_storage()), first, last)
+    storage: Any = StorageWeakRef
+    return _Span(storage(tensor.untyped_storage()), first, last)
 
 
 def _group_name(given: Mapping[str, Any]) -> str:
-    group = given.get("group") or dist.group.WORLD
-    return str(c10d._world.pg_names.get(group, "of other ranks"))  # type: ignore[call-overload]
+    names: dict[Any, str] = {**c10d._world.pg_names}
+    return names.get(given.get("group") or dist.group.WORLD, "of other ranks")
 
 
 def _caller() -> str:
