@@ -349,7 +349,6 @@ def _unsupported() -> str:
 def missing_names() -> list[str]:
     """Private names of torch that these groups need and this torch does not have."""
     fake = getattr(_c10d, "FakeProcessGroup", None)
-    options = getattr(fake, "Options", None)
     wanted: list[tuple[object, tuple[str, ...]]] = [
         (c10d, ("_new_process_group_helper", "BackendConfig", "_store_based_barrier")),
         (c10d._world, ("pg_map", "pg_names", "pg_backend_config")),
@@ -357,6 +356,6 @@ def missing_names() -> list[str]:
         (dist.ProcessGroup, ("_set_group_name", "_set_group_desc", "_set_default_backend")),
         (dist.ProcessGroupGloo, ("_Options", "_set_default_timeout")),
         (fake, ("_create_internal",)),
-        (options() if options is not None else None, ("error_on_collective",)),
+        (getattr(fake, "Options", None), ("error_on_collective",)),
     ]
     return [name for thing, names in wanted for name in names if not hasattr(thing, name)]

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed import distributed_c10d as c10d
+from torch.distributed import distributed_c10d
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parallel import DistributedDataParallel
 
@@ -31,6 +31,8 @@ from ftrun.errors import SetUpDiffers, ValueNotStorable
 from ftrun.snapshot.plain_values import decode, encode
 from ftrun.worker.survivors.alone import LocalGroups
 from ftrun.worker.survivors.groups import ProcessGroups
+
+c10d: Any = distributed_c10d
 
 MAX_BYTES = 256 << 10
 """Of all recorded results of a rank."""
@@ -92,6 +94,7 @@ class SetUp:
         self._open: list[_OpenCall] = []
         self._covered: dict[str, int] = {}
         self._problem = ""
+        self._has_met = False
         self._thread = threading.get_ident()
         self._is_over = self._is_inside = False
         self._replaced: list[tuple[types.ModuleType, str, Any]] = []
@@ -137,7 +140,10 @@ class SetUp:
             if self._replayed < len(self._record):
                 raise SetUpDiffers("the end of the set-up", self._record[self._replayed][0])
             return
-        for name, count in self._groups.calls().items():
+        counts = self._groups.calls()
+        if counts and not self._has_met:
+            self._fail("init_process_group was given a store of the script")
+        for name, count in counts.items():
             if (unknown := count - self._covered.get(name, 0)) > 0:  # Rule 2
                 self._fail(
                     f"{unknown} collectives of group {name} before the first turn were called "
@@ -167,6 +173,15 @@ class SetUp:
                     self._replaced.append((module, name, value))
                     setattr(module, name, wrapper)
         self._wrap_ddp()
+        if not self.is_alone:
+            meet = c10d.rendezvous
+
+            def noted(*args: Any, **kwargs: Any) -> Any:
+                self._has_met = True
+                return meet(*args, **kwargs)
+
+            self._replaced.append((c10d, "rendezvous", meet))
+            c10d.rendezvous = noted
 
     def _wrap(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
         signature = inspect.signature(original)
