@@ -1,7 +1,7 @@
 """Ranks whose peers are killed, and which train on with renewed groups; run by test_survivors.py.
 
 One process imports torch and forks the ranks of each case. It plays the agent: it hosts a store per
-generation, tells the ranks that their generation is over, and starts a rank in place of a dead one.
+generation, informs the ranks that their generation is over, and starts a rank in place of a dead one.
 Each rank writes its state after each step to a file, in place of a snapshot.
 
     python renewing_ranks.py FOLDER CASE... -> one line of JSON per case
@@ -237,9 +237,9 @@ class Rank:
         if self.scaler is not None:
             self.scaler.scale(loss).backward()
             self.scaler.unscale_(self.optimizer)
-            if self.extra is not None and self.rank < self.world - 1:
-                dist.all_reduce(torch.ones(3), group=self.extra)
             self.maybe_die("optimizer")
+            if self.rank < self.world - 1:
+                dist.all_reduce(torch.ones(3), group=self.extra)
             self.scaler.step(self.optimizer)
             self.scaler.update()
         else:

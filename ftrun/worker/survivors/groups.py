@@ -9,10 +9,10 @@ A ProcessGroup of torch keeps one Backend per BackendType. A backend of a type t
 group becomes the backend of its devices; for a known type, the devices use the backend that the
 group already has. BackendType is a byte, and torch uses 7 of its values.
 
-Rule 1: a group that was created during or after `abort` is aborted at once, so that no thread waits
-        in it for a rank that is gone.
+Rule 1: a group that was created during or after `abort` is aborted at once. Otherwise a thread could
+        wait in it for a rank that has ended.
 Rule 2: only connections that belong to a group are ended. If another thread opens connections
-        while a group is created, they cannot be told apart, and the groups are not renewable.
+        while a group is created, they cannot be distinguished, and the groups are not renewable.
 
 Source: torch 2.13, c10d/ProcessGroup.hpp `setBackend`, distributed_c10d.py.
 """

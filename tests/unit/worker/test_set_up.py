@@ -108,7 +108,7 @@ def test_a_large_result_is_known_only_if_it_is_attached() -> None:
     reason = set_up.unknown([weight[2:]])
     assert reason.startswith("test_set_up.py:")
     assert reason.endswith("before the first turn, into a tensor that is not attached")
-    weight = torch.zeros(1)  # the storage that was written to is gone
+    weight = torch.zeros(1)  # the storage that was written to is freed
     assert set_up.unknown([weight]) != ""
 
 
