@@ -1,8 +1,8 @@
 """Ranks whose peers are killed, and which train on with renewed groups; run by test_survivors.py.
 
 One process imports torch and forks the ranks of each case. It plays the agent: it hosts a store per
-generation, informs the ranks that their generation is over, and starts a rank in place of a dead one.
-Each rank writes its state after each step to a file, in place of a snapshot.
+generation, informs the ranks that their generation is over, and starts a rank in place of a dead
+one. Each rank writes its state after each step to a file, in place of a snapshot.
 
     python renewing_ranks.py FOLDER CASE... -> one line of JSON per case
 """
@@ -196,10 +196,10 @@ class Rank:
         self.step = 0
         self.used: list[dict[str, int]] = []
 
-    def run(self, restore: int | None) -> None:
+    def run(self, restore: int | None, generation: int) -> None:
         self.groups = ProcessGroups()
         load = None if restore is None else lambda: self.saved(restore)["set_up"]
-        self.set_up = SetUp(self.groups, load)
+        self.set_up = SetUp(self.groups, load, generation)
         threading.Thread(target=self.listen, daemon=True).start()
         # A rank that is set up alone has other random numbers, and gets those of its first set-up.
         random.seed(self.rank if restore is None else os.urandom(8))
@@ -305,7 +305,7 @@ class Rank:
         self.step = step
         store = dist.TCPStore("127.0.0.1", port, None, False, timeout=CONNECT)
         self.groups.renew(store, generation, CONNECT)
-        digest = f"{self.groups.digest()} {reset.layout(self.wrappers)}"
+        digest = f"{self.groups.digest()} {self.set_up.origin} {reset.layout(self.wrappers)}"
         first = store.compare_set("digest", "", digest).decode()
         assert first == digest, (first, digest)
         torch.set_rng_state(saved["rng"])
@@ -408,7 +408,7 @@ class Run:
             )  # fmt: skip
             code = 1
             try:
-                Rank(self.case, rank, self.folder, its).run(restore)
+                Rank(self.case, rank, self.folder, its).run(restore, self.generation)
                 code = 0
             except BaseException:  # noqa: BLE001
                 traceback.print_exc()

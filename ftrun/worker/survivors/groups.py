@@ -9,8 +9,8 @@ A ProcessGroup of torch keeps one Backend per BackendType. A backend of a type t
 group becomes the backend of its devices; for a known type, the devices use the backend that the
 group already has. BackendType is a byte, and torch uses 7 of its values.
 
-Rule 1: a group that was created during or after `abort` is aborted at once. Otherwise a thread could
-        wait in it for a rank that has ended.
+Rule 1: a group that was created during or after `abort` is aborted at once. Otherwise a thread
+        could wait in it for a rank that has ended.
 Rule 2: only connections that belong to a group are ended. If another thread opens connections
         while a group is created, they cannot be distinguished, and the groups are not renewable.
 
@@ -25,7 +25,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
@@ -39,6 +39,7 @@ from ftrun.worker.survivors import backends
 from ftrun.worker.survivors.backends import KINDS, Connection
 
 _STAND_IN, _DETACHED, _FIRST_RENEWAL, _LAST = 90, 91, 100, 255
+MAX_RENEWALS = (_LAST + 1 - _FIRST_RENEWAL) // len(KINDS)
 _END_S = 5.0
 
 _TYPES = {"gloo": dist.ProcessGroup.BackendType.GLOO, "nccl": dist.ProcessGroup.BackendType.NCCL}
@@ -66,6 +67,8 @@ class _Member:
     connections: frozenset[Connection] = frozenset()
     is_local: bool = False
     """It has never been connected; see `alone`."""
+    fakes: dict[int, Any] = field(default_factory=dict)
+    """By type. For a known type, torch compares the device of the old backend and of this one."""
     first_call: int = 0
     """Sequence number after creation."""
     problem: str = ""
@@ -163,6 +166,8 @@ class ProcessGroups:
         """Why the groups cannot be renewed; empty if they can."""
         if self._problem or (found := _unsupported()):
             return self._problem or found
+        if self._renewals >= MAX_RENEWALS:
+            return f"torch has types for {MAX_RENEWALS} renewals of a group"
         known = {id(group) for _, group in self._groups()}
         for group, name in c10d._world.pg_names.items():
             if id(group) not in known:
@@ -276,9 +281,11 @@ class ProcessGroups:
         return backend
 
     def _use_fake(self, member: _Member, group: dist.ProcessGroup, number: int) -> None:
-        fake = backends.fake(member.rank, group.size(), fails=number == _DETACHED)
+        if number not in member.fakes:
+            fails = number == _DETACHED
+            member.fakes[number] = backends.fake(member.rank, group.size(), fails=fails)
         for device in member.kinds:
-            _register(group, device, number, fake)
+            _register(group, device, number, member.fakes[number])
         self._rename(member, group)
 
     def _rename(self, member: _Member, group: dist.ProcessGroup) -> None:

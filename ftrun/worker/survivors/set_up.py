@@ -80,12 +80,17 @@ class SetUp:
     Args:
         load: returns the record of the rank's earlier set-up, which makes this process set up
             alone; it is called once, at the first collective or at the end. None: with the others.
+        generation: of this process.
     """
 
     def __init__(
-        self, groups: ProcessGroups, load: Callable[[], Mapping[str, Any]] | None = None
+        self,
+        groups: ProcessGroups,
+        load: Callable[[], Mapping[str, Any]] | None = None,
+        generation: int = 0,
     ) -> None:
         self._groups = groups
+        self._origin = generation
         self._load = load
         self._local = None if load is None else LocalGroups(groups)
         self._record: list[tuple[str, bytes | None]] = []
@@ -109,6 +114,16 @@ class SetUp:
         """Why another process cannot set up this rank alone; empty: it can, see also `unknown`."""
         return self._problem
 
+    @property
+    def origin(self) -> int:
+        """The generation whose ranks made this set-up together; equal on all ranks that may join.
+
+        A version of an earlier generation has the results of another set-up than the ranks that
+        stay.
+        """
+        self._read()
+        return self._origin
+
     def unknown(self, attached: Iterable[torch.Tensor]) -> str:
         """The first call whose result is neither recorded nor attached; empty: there is none."""
         spans: dict[int, list[_Span]] = {}
@@ -125,7 +140,7 @@ class SetUp:
     def export(self) -> dict[str, Any]:
         """The record, for `load` of a process that sets up this rank alone."""
         self._read()
-        return {"calls": self._record}
+        return {"generation": self._origin, "calls": self._record}
 
     def finish(self) -> None:
         """End the set-up. Raises SetUpDiffers if this process has made fewer calls than before."""
@@ -156,7 +171,9 @@ class SetUp:
     def _read(self) -> None:
         load, self._load = self._load, None
         if load is not None:
-            self._record = [(str(text), result) for text, result in load()["calls"]]
+            record = load()
+            self._origin = record["generation"]
+            self._record = [(str(text), result) for text, result in record["calls"]]
 
     # --- calls ---------------------------------------------------------------------------------
 

@@ -164,6 +164,8 @@ def test_backends_are_exchanged_under_a_group(noted: ProcessGroups) -> None:
         dist.all_reduce(x, group=later)
         dist.destroy_process_group(later)
     assert noted.problem == ""
+    noted._renewals = groups.MAX_RENEWALS
+    assert noted.problem == "torch has types for 78 renewals of a group"
 
 
 def test_the_timeout_of_the_script_outlasts_a_renewal(noted: ProcessGroups) -> None:

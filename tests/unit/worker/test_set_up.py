@@ -28,7 +28,7 @@ def clean(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def first_life(script: Callable[[], Any]) -> SetUp:
     groups = ProcessGroups()
-    set_up = SetUp(groups)
+    set_up = SetUp(groups, generation=4)
     dist.init_process_group("gloo")
     try:
         script()
@@ -47,6 +47,8 @@ def alone(script: Callable[[], Any], record: dict[str, Any], world: int = 3) -> 
     try:
         script()
         set_up.finish()
+        assert set_up.origin == 4
+        assert set_up.export() == record
     finally:
         set_up._is_over or set_up._local.close()  # type: ignore[union-attr]
         for module, name, original in set_up._replaced:
