@@ -102,7 +102,8 @@ class SetUp:
         self._has_met = False
         self._thread = threading.get_ident()
         self._is_over = self._is_inside = False
-        self._replaced: list[tuple[types.ModuleType, str, Any]] = []
+        self._replaced: list[tuple[types.ModuleType, str, Any, Any]] = []
+        """Module, name, what torch has there, what takes its place."""
         self._install()
 
     @property
@@ -147,8 +148,9 @@ class SetUp:
         if self._is_over:
             return
         self._is_over = True
-        for module, name, original in self._replaced:
-            setattr(module, name, original)
+        for module, name, original, wrapper in self._replaced:
+            if getattr(module, name) is wrapper:  # else the script has replaced it too
+                setattr(module, name, original)
         if self._local is not None:
             self._local.close()
             self._read()
@@ -187,8 +189,7 @@ class SetUp:
                 continue
             for name, value in list(vars(module).items()):
                 if (wrapper := wrappers.get(id(value))) is not None:
-                    self._replaced.append((module, name, value))
-                    setattr(module, name, wrapper)
+                    self._replace(module, name, wrapper)
         self._wrap_ddp()
         if not self.is_alone:
             meet = c10d.rendezvous
@@ -197,8 +198,11 @@ class SetUp:
                 self._has_met = True
                 return meet(*args, **kwargs)
 
-            self._replaced.append((c10d, "rendezvous", meet))
-            c10d.rendezvous = noted
+            self._replace(c10d, "rendezvous", noted)
+
+    def _replace(self, module: types.ModuleType, name: str, wrapper: Any) -> None:
+        self._replaced.append((module, name, getattr(module, name), wrapper))
+        setattr(module, name, wrapper)
 
     def _wrap(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
         signature = inspect.signature(original)

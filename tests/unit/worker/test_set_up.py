@@ -27,6 +27,8 @@ def clean(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def first_life(script: Callable[[], Any]) -> SetUp:
+    if dist.is_initialized():
+        dist.destroy_process_group()
     groups = ProcessGroups()
     set_up = SetUp(groups, generation=4)
     dist.init_process_group("gloo")
@@ -51,7 +53,7 @@ def alone(script: Callable[[], Any], record: dict[str, Any], world: int = 3) -> 
         assert set_up.export() == record
     finally:
         set_up._is_over or set_up._local.close()  # type: ignore[union-attr]
-        for module, name, original in set_up._replaced:
+        for module, name, original, _ in set_up._replaced:
             setattr(module, name, original)
         groups.close()
 
@@ -150,6 +152,16 @@ def test_what_cannot_be_recorded_is_reported(script: Callable[[], Any], problem:
             assert "batch" in problem  # torch refuses an empty batch
 
     assert problem in first_life(run).problem
+
+
+def test_torch_has_its_own_functions_after_the_set_up() -> None:
+    before, mine = dist.all_reduce, lambda *_: None
+    first_life(lambda: None)
+    assert dist.all_reduce is before
+    reduce = dist.reduce
+    first_life(lambda: setattr(dist, "reduce", mine))
+    assert dist.reduce is mine
+    dist.reduce = reduce
 
 
 def test_a_store_of_the_script_is_reported() -> None:
