@@ -72,7 +72,8 @@ class StayingProcess:
         launch = context.launch
         self.groups = ProcessGroups()
         is_alone = launch.joins or launch.rehearses
-        self.set_up = SetUp(self.groups, partial(saved_part, context, SET_UP) if is_alone else None)
+        load = partial(saved_part, context, SET_UP) if is_alone else None
+        self.set_up = SetUp(self.groups, load, context.generation)
         self.line = AgentLine(launch.descriptors["line"], context.page, self.groups.abort)
         self._context = context
         self._variables = dict(os.environ)
@@ -128,6 +129,8 @@ class Survivor:
         self._last_step = 0
         """Newest step to which it can go inside its loop."""
         self._may_stay = False
+        self._is_judged = False
+        """It is known whether this process may stay, in this loop and generation."""
         self._is_guarded = True
         """The last turn that was handed out has entered its guard."""
         self._is_rehearsed = False
@@ -164,7 +167,7 @@ class Survivor:
         """
         self._first_step = step if is_restored else step + 1
         self._last_step = last_step
-        self._is_guarded = True
+        self._is_guarded, self._is_judged = True, False
 
     def leave_loop(self) -> None:
         """Never returns if the generation is over, because the script left a broken turn."""
@@ -172,14 +175,16 @@ class Survivor:
         self._line.set_may_stay(False)
 
     def begin_turn(self) -> None:
-        if not self._is_guarded:
+        if not self._is_guarded and not self.is_rehearsal:
+            self._is_judged = True
             self._set_problem(NO_GUARD)
         self._is_guarded = False
         self._is_rehearsed = self.is_rehearsal
 
     def enter_turn(self) -> None:
         self._is_guarded = True
-        if not self._may_stay and not self.is_rehearsal:
+        if not self._is_judged and not self.is_rehearsal:
+            self._is_judged = True
             self._set_problem(self._problem())
 
     def _set_problem(self, problem: str) -> None:
@@ -208,7 +213,7 @@ class Survivor:
     def park(self) -> None:
         """Wait for the next launch request, and replace the last one by it."""
         crash_point("worker.renew.revoked")
-        self._may_stay = False
+        self._may_stay = self._is_judged = False
         self._rehearsing.close()
         self._groups.detach()
         if torch.accelerator.is_available():
@@ -245,12 +250,15 @@ class Survivor:
         timeout = timedelta(seconds=_CONNECT_S)
         self._groups.renew(store, context.generation, timeout)
         crash_point("worker.renew.connected")
-        mine = [self._groups.digest(), str(context.restore), buckets, str(torch.__version__)]
+        mine = [
+            self._groups.digest(), self._process.set_up.origin, str(context.restore), buckets,
+            str(torch.__version__),
+        ]  # fmt: skip
         digest = hashlib.sha256(json.dumps(mine).encode()).hexdigest()
         if store.compare_set("digest", "", digest).decode() != digest:
             raise JoinRefused(
                 f"rank {context.rank} cannot join the others: it differs from another rank in its "
-                f"process groups, restored version, gradient buckets or torch: {mine}"
+                f"process groups, set-up, restored version, gradient buckets or torch: {mine}"
             )
         context.page.set(HeartbeatField.INIT_GROUP_NS, clock.now_ns())
         introspection.start_server(context)
