@@ -6,6 +6,7 @@ those that live, and joins new processes to them.
     python -m tests.integration.staying_ranks FOLDER CASE... -> one line of JSON per case
 """
 
+import contextlib
 import hashlib
 import json
 import os
@@ -187,20 +188,25 @@ class StayingNode:
         self._begin(restore, staying=staying)
 
     def _park(self, ranks: list[int]) -> list[int]:
-        """Revoke the generation, and wait until these ranks are parked."""
+        """Revoke the generation; return the ranks that are parked and have not died."""
         for rank in ranks:
-            self._ranks[rank].line.send(msgspec.json.encode(Revoke(self._generation)))
-        for rank in ranks:
-            self._await_parked(rank, self._ranks[rank])
-        return ranks
+            with contextlib.suppress(OSError):
+                self._ranks[rank].line.send(msgspec.json.encode(Revoke(self._generation)))
+        return [rank for rank in ranks if self._await_parked(rank, self._ranks[rank])]
 
-    def _await_parked(self, rank: int, found: RankProcess) -> None:
+    def _await_parked(self, rank: int, found: RankProcess) -> bool:
         assert select.select([found.line], [], [], TIMEOUT_S)[0], self.output()
-        data = found.line.recv(1 << 16)
-        assert data, (rank, self.output())
+        data = b""
+        with contextlib.suppress(OSError):
+            data = found.line.recv(1 << 16)
+        if not data:
+            assert found.child.wait(TIMEOUT_S)
+            assert found.child.status == -signal.SIGKILL, (rank, self.output())
+            return False
         parked = msgspec.json.decode(data, type=Parked)
         assert not parked.problem, (rank, parked, self.output())
         self._parked.append((rank, parked))
+        return True
 
     def _kill(self, rank: int) -> None:
         self._ranks[rank].child.signal(signal.SIGKILL)
@@ -220,7 +226,7 @@ class StayingNode:
         """Start a process that is ready to replace a rank, and wait until it is parked."""
         request = self._request(rank, self._newest(), rehearses=True)
         self._rehearsed[rank] = self._started(rank, request, f"rehearsal.{rank}")
-        self._await_parked(rank, self._rehearsed[rank])
+        assert self._await_parked(rank, self._rehearsed[rank])
 
     def _begin(self, restore: Version | None, *, staying: list[int]) -> None:
         self._generation += 1
