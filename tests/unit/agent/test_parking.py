@@ -33,7 +33,8 @@ import json, os, socket, sys
 line = socket.socket(fileno=int(sys.argv[1]))
 revoked = json.loads(line.recv(4096))
 assert revoked == {"type": "Revoke", "generation": 4}, revoked
-answer = {"type": "Parked", "generation": 4, "first_step": 7, "renewals": 2}
+answer = {"type": "Parked", "generation": 4, "first_step": 7, "renewals": 2,
+          "last_step": 30}
 DO_THIS
 line.send(json.dumps(answer).encode())
 data, fds, _, _ = socket.recv_fds(line, 4096, 16)
@@ -96,7 +97,7 @@ began_s = time.monotonic()
 parking = group.park(failed=(4,))
 assert time.monotonic() - began_s < 20
 assert [handle.child.status for handle in group.handles] == [None, 3, -9, -9, -9]
-assert parked_ranks(group.handles) == (ParkedRank(0, 7, 2),)
+assert parked_ranks(group.handles) == (ParkedRank(0, 7, 2, 30),)
 assert (parking.generation, parking.problem) == (4, "")
 assert sorted(parking.notes) == [
     "rank 2 cannot stay: it has not parked within 1.0 s",
@@ -108,7 +109,7 @@ assert process_tree.state_of(stays) == "S", "what a parked rank has started goes
 assert not Path("daemon4").exists(), "it was not asked"
 
 again = group.park(failed=())
-assert parked_ranks(group.handles) == (ParkedRank(0, 7, 2),), "another ballot"
+assert parked_ranks(group.handles) == (ParkedRank(0, 7, 2, 30),), "another ballot"
 group.suspend(True)
 assert process_tree.state_of(group.pids()[0]) == "S", "a parked rank makes no step"
 group.suspend(False)
