@@ -115,7 +115,8 @@ def staying(run: Run) -> list[list[int]]:
             for given in [
                 (2, "ddp", ["1:20:forward", "0:40:backward"], [[0], [1]]),
                 (2, "fsdp2", ["0:20:backward", "1:40:forward"], [[1], [0]]),
-                (3, "ddp", ["1:20:backward", "2:20:forward"], [[0]]),
+                (3, "ddp", ["1:20:forward", "2:20:forward"], [[0]]),
+                (3, "ddp", ["1:20:backward", "2:20:forward"], [[0, 1], []]),
                 (3, "ddp", ["0:20:between"], [[1, 2]]),
                 (2, "ddp", ["0:0:backward"], [[]]),
                 (2, "ddp", ["0:20:forward", "1:20:forward"], [[]]),

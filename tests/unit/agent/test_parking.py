@@ -105,7 +105,7 @@ assert sorted(parking.notes) == [
 ], parking.notes
 stays, ended = (int(name.read_text()) for name in names)
 assert process_tree.state_of(ended) in ("", "Z"), "what a killed rank has started"
-assert process_tree.state_of(stays) == "S", "what a parked rank has started goes on"
+assert process_tree.state_of(stays) == "S", "what a parked rank has started continues"
 assert not Path("daemon4").exists(), "it was not asked"
 
 again = group.park(failed=())
