@@ -4,7 +4,10 @@ The world has one rank. The test plays the agent, which ends a generation that n
 """
 
 import os
+import signal
 import socket
+import subprocess
+import sys
 import threading
 import weakref
 from collections.abc import Iterator
@@ -63,13 +66,16 @@ class StayingRun(Run):
         self.context = context
         return self.session_of(context, **given)
 
-    def revoke(self) -> None:
-        """End the generation, and answer to the parked rank in a thread."""
+    def send_revoke(self) -> None:
         self.line.send(msgspec.json.encode(Revoke(self.context.generation)))
         give_up_s = clock.now_s() + TIMEOUT_S
         while not self.context.is_revoked:
             assert clock.now_s() < give_up_s
             clock.sleep(0.001)
+
+    def revoke(self) -> None:
+        """End the generation, and answer to the parked rank in a thread."""
+        self.send_revoke()
         thread = threading.Thread(target=self.launch_again)
         thread.start()
         self.threads.append(thread)
@@ -264,15 +270,13 @@ def test_an_interrupt_ends_the_script_even_if_the_generation_is_over(run: Stayin
     def interrupted(at: int) -> None:
         made.step(at)
         if at == 2:
-            run.line.send(msgspec.json.encode(Revoke(0)))
+            run.send_revoke()
             raise KeyboardInterrupt
 
-    refused: list[str] = []
-    staying = run.context.staying
-    assert staying is not None
-    staying.line.refuse = refused.append  # type: ignore[method-assign] - it ends the process
     with pytest.raises(KeyboardInterrupt):
         list(made.session.run(interrupted, steps=4))
+    parked = msgspec.json.decode(run.line.recv(1 << 16), type=Parked)
+    assert "outside of a loop" in parked.problem
 
 
 def test_the_end_of_a_generation_ends_a_wait_for_a_snapshot(run: StayingRun) -> None:
@@ -379,11 +383,38 @@ def test_batches_come_again_and_the_loader_continues_behind_them(run: StayingRun
     assert sorted(torch.cat([*given.values()][:10]).tolist()) == [*range(20)]
 
 
+def test_the_gradient_mode_of_the_script_is_the_one_before_the_block(run: StayingRun) -> None:
+    made = Training(run)
+    for at in made.session.steps(4):
+        with made.session.guard():
+            made.step(at)
+            if at == 2 and not run.parked:
+                torch.set_grad_enabled(False)
+                run.revoke()
+                raise BROKEN
+        assert torch.is_grad_enabled()
+
+
+def test_records_of_boundaries_continue_on_the_new_page(run: StayingRun) -> None:
+    made = Training(run)
+    first_page = SharedPage(run._fds[-1])
+    for at in made.session.steps(4):
+        with made.session.guard():
+            made.session.report(loss=made.step(at))
+            if at == 2 and not run.parked:
+                run.revoke()
+                raise BROKEN
+    assert run.page.samples == first_page.samples != ()
+    assert sorted(run.page.records()) == [3, 4]
+    assert run.page.records()[3].has_digest == first_page.records()[2].has_digest
+
+
 # --- processes that cannot stay ---------------------------------------------------------------
 
 
 def test_outside_of_a_guarded_loop_a_rank_refuses(run: StayingRun) -> None:
     made = Training(run)
+    assert run.page.stay_problem == "the script has not entered session.guard()"
     run.line.send(msgspec.json.encode(Revoke(0)))
     parked = msgspec.json.decode(run.line.recv(1 << 16), type=Parked)
     assert "outside of a loop with session.guard()" in parked.problem
@@ -391,6 +422,40 @@ def test_outside_of_a_guarded_loop_a_rank_refuses(run: StayingRun) -> None:
         made.step(at)
     assert "no session.guard()" in run.page.stay_problem
     assert not run.page.get(HeartbeatField.MAY_STAY)
+
+
+LEFT_BY_BREAK = """
+import sys
+from pathlib import Path
+from ftrun.worker.survivors import line
+from tests.integration.test_staying_in_process import StayingRun, Training
+
+line._KILL_WAIT_S = 0.2
+run = StayingRun(Path(sys.argv[1]))
+print(run.smp.pid, flush=True)
+made = Training(run)
+for at in made.session.steps(4):
+    with made.session.guard():
+        made.step(at)
+        if at == 2:
+            run.send_revoke()
+            break
+print("after the loop")
+"""
+
+
+def test_a_process_that_leaves_its_loop_in_a_broken_turn_ends(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", LEFT_BY_BREAK, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        check=False,
+    )
+    smp, *later = done.stdout.splitlines()
+    os.kill(int(smp), signal.SIGKILL)
+    assert (done.returncode, later) == (1, []), done.stderr
+    assert "the script has left its loop in a turn that is repeated" in done.stderr
 
 
 def test_a_revocation_of_another_generation_has_no_effect(run: StayingRun) -> None:
