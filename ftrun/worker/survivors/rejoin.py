@@ -135,7 +135,7 @@ class Survivor:
         self._is_guarded = True
         """The last turn that was handed out has entered its guard."""
         self._is_rehearsed = False
-        """The one turn of a rehearsal has begun."""
+        """The turn that this process makes alone has begun."""
         self._rehearsing = ExitStack()
         self._rehearsal_problem = ""
         context.page.stay_problem = NOT_ENTERED
