@@ -71,14 +71,17 @@ class LaunchRequest(msgspec.Struct, frozen=True, omit_defaults=True):
     rank_socket: str = ""  # socket on which its flight recorder can be read; empty: none
     descriptors: dict[str, int] = {}
     """Descriptors by name: `heartbeat` and `command` (pages), `stack` (file for stacks), `arena`
-    (absent until a layout is known), `fault` (page; only in a run with --allow-faults), and for a
-    standby `stdout` and `stderr`."""
+    (absent until a layout is known), `fault` (page; only in a run with --allow-faults), `line`
+    (socket to the agent; only if ranks may stay, see `Revoke`), and for a standby `stdout` and
+    `stderr`."""
     argv: list[str] = []  # the program and its arguments; as what follows, only for a standby
     is_module: bool = False
     variables: dict[str, str] = {}
     cwd: str = ""
     num_nodes: int = 1  # nodes that run ranks
     has_storage: bool = False  # checkpoints are written
+    joins: bool = False  # its groups are local until its first turn; then it joins the others
+    rehearses: bool = False  # as `joins`, but it makes one turn alone, discards it, and parks
 
 
 def encode_launch(request: LaunchRequest) -> bytes:
@@ -93,6 +96,25 @@ def decode_launch(data: bytes | str) -> LaunchRequest:
 def decode_binding(data: bytes) -> BindDevice:
     """Raises msgspec.MsgspecError if the data is no order to initialise a device."""
     return msgspec.json.decode(data, type=BindDevice)
+
+
+class Revoke(msgspec.Struct, frozen=True, tag="Revoke"):
+    """Agent -> rank, on its line: this generation is over. Reply: Parked.
+
+    A rank that parks waits on its line for the LaunchRequest of a later generation, as a standby.
+    """
+
+    generation: int
+
+
+class Parked(msgspec.Struct, frozen=True, tag="Parked"):
+    """Rank -> agent, on its line: this process waits, and neither communicates nor seals."""
+
+    generation: int  # that is over
+    first_step: int = 0  # the oldest step that it can go back to
+    last_step: int = 0  # the newest step that it can go to, which is in the same loop
+    renewals: int = 0  # generations that this process has joined after its first one
+    problem: str = ""  # why it cannot stay, in words; empty: it can
 
 
 class RankVersionMessage(Message, frozen=True):

@@ -28,7 +28,7 @@ from ftrun.monitor.page_values import FORGET_AT, NUM_BUCKETS, bucket_of
 from ftrun.monitor.repeat_check import BoundaryRecord
 from ftrun.wire.shared_memory.message_ring import RING_BYTES, read_messages
 
-PAGE_BYTES = 53248 + RING_BYTES
+PAGE_BYTES = 53248 + RING_BYTES + 4096
 _TIMES_AT = 64  # in words: counts of step times by bucket, then their sum
 _NUM_TIMES_AT = _TIMES_AT + NUM_BUCKETS
 _CALLS_AT = 200  # in words: pairs of a step and the collectives called up to it
@@ -46,6 +46,7 @@ NUM_RECORDS = 256  # boundary records on a page; a newer record replaces the old
 MAX_SAMPLE_NAME_BYTES = 120
 _RECORDS_AT = 12288
 _MESSAGES_AT = 53248
+_STAY_PROBLEM_AT, _STAY_PROBLEM_BYTES = _MESSAGES_AT + RING_BYTES, 512
 _RECORD = struct.Struct(f"<IIIIqq{4 * MAX_SAMPLES}s")
 """Check, whether there is a loss, digests that are set, 0, step, bits of the loss, digests."""
 
@@ -103,6 +104,7 @@ class HeartbeatField(IntEnum):
     WAITED_NS = 44  # total time in waits for messages and collectives that Python code has called
     WAITED_AT_STEP_NS = 45  # WAITED_NS at the end of STEP, written before it
     POOL_WAIT_NS = 46  # for which the training waited in the last capture through a pool
+    MAY_STAY = 47  # inside a guarded loop: the process can be parked if another rank fails
 
 
 class CommandField(IntEnum):
@@ -167,6 +169,8 @@ class SharedPage:
     slow_capture = _Text(_SLOW_CAPTURE_AT, _SLOW_CAPTURE_BYTES)
     """Why copies of devices are slower than they could be, and what to do; empty if they are not.
     It is written once."""
+    stay_problem = _Text(_STAY_PROBLEM_AT, _STAY_PROBLEM_BYTES)
+    """Why this process cannot stay if another rank fails; empty if it can."""
     not_protected = _Text(2176, 1024)
     """Of a command page: why this node's group does not protect versions; empty if it does."""
     not_persisted = _Text(_SLOW_CAPTURE_AT, _SLOW_CAPTURE_BYTES)
@@ -177,9 +181,13 @@ class SharedPage:
     _names = _Text(8192, 4096)
 
     def __init__(self, fd: int) -> None:
+        self.rebind(fd)
+
+    def rebind(self, fd: int) -> None:
+        """Map another page in place of the present one, for all holders of this object."""
         self._map = mmap.mmap(fd, PAGE_BYTES)
         self._words = memoryview(self._map).cast("q")
-        self.message_memory = memoryview(self._map)[_MESSAGES_AT:]
+        self.message_memory = memoryview(self._map)[_MESSAGES_AT : _MESSAGES_AT + RING_BYTES]
         """For `ftrun.wire.shared_memory.message_ring`."""
         self._floats = memoryview(self._map).cast("d")
 

@@ -196,6 +196,7 @@ class Capture:
         self._is_off = True
         self._release()
         self._pool.close()
+        self._thread.close()
 
     def resolve(self) -> None:
         """Wait for the copy in progress; the script may then change any tensor until its next step.

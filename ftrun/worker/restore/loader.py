@@ -15,15 +15,17 @@ from typing import Any, Protocol
 import torch
 
 from ftrun import clock
-from ftrun.errors import ShapeChanged, SnapshotCorrupt
+from ftrun.errors import LayoutUnknown, ShapeChanged, SnapshotCorrupt
 from ftrun.ids import Version
 from ftrun.snapshot.boxes import Shape
 from ftrun.snapshot.layout import LayoutEntry
 from ftrun.wire.crash_points import crash_point
+from ftrun.wire.shared_memory.arena import NUM_SLOTS, Arena, SlotState, copied_arena
 from ftrun.wire.shared_memory.pages import HeartbeatField, SharedPage
 from ftrun.worker.capture.device_copies import synchronize
 from ftrun.worker.context import WorkerContext
 from ftrun.worker.restore.shard import LocalShardReader, check_fits, fits
+from ftrun.worker.smp_client import WorkerSmpClient
 from ftrun.worker.state import determinism as rng
 from ftrun.worker.state import module_state
 from ftrun.worker.state.attached import SESSION_STATE, AttachedState, Skip, loadable
@@ -34,6 +36,7 @@ from ftrun.worker.state.structure import add_groups, make_fit
 from ftrun.worker.state.tensors import DTYPES, byte_view, copyable, is_expanded
 
 _NOTHING = "nothing"
+_MAX_COPIES = 5
 
 Named = Mapping[str, Any]
 
@@ -133,6 +136,52 @@ class LocalState(LocalShardReader, RankState):
         """Nothing to release: the arena is this rank's own and stays in use."""
 
 
+def arena_with(wanted: Version, context: WorkerContext, link: WorkerSmpClient) -> Arena:
+    """Return the inherited arena, or the SMP's arena if this rank is new on its node."""
+    if context.arena_fd is not None:
+        arena = Arena(context.arena_fd, writable=True)
+        if arena.find(wanted) is not None:
+            return arena
+        arena.close()
+    return Arena(link.await_restored(wanted), writable=True)
+
+
+def copied_version(context: WorkerContext) -> LocalState:
+    """The newest version in the arena of a running rank, which overwrites its slots, as a copy.
+
+    Raises LayoutUnknown if there is none, or if the rank is faster than the copy.
+    """
+    assert context.arena_fd is not None
+    problem: Exception = LayoutUnknown("the running rank has no snapshot")
+    for _ in range(_MAX_COPIES):
+        arena = copied_arena(context.arena_fd)
+        headers = [arena.header(slot) for slot in range(NUM_SLOTS)]
+        found = [one.version for one in headers if one.state is SlotState.SEALED]
+        try:
+            if found:
+                saved = LocalState(arena, max(found), context)
+                saved.check_all()
+                return saved
+        except (SnapshotCorrupt, LayoutUnknown) as error:
+            problem = error
+        finally:
+            context.page.set(HeartbeatField.CORRUPT_SLOT, 0)  # the running rank's slot is whole
+    raise LayoutUnknown(f"no version of the running rank can be copied: {problem}")
+
+
+def saved_part(context: WorkerContext, name: str) -> Any:
+    """A part of the plain values of the version to restore, before `attach`."""
+    if context.launch.rehearses:
+        return copied_version(context).part(name)
+    assert context.restore is not None
+    link = WorkerSmpClient(context)
+    try:
+        arena = arena_with(context.restore, context, link)
+        return LocalState(arena, context.restore, context).part(name)
+    finally:
+        link.close()
+
+
 @contextlib.contextmanager
 def reporting_corruption(context: WorkerContext) -> Iterator[None]:
     """Write a corrupt shard to the heartbeat page, so that the agent rejects the version."""
@@ -153,8 +202,17 @@ def put_back_random_states(saved: SavedState, attached: AttachedState) -> None:
     rng.put_back(saved.part("rng"))
 
 
-def reload(saved: SavedState, tree: StateTree, context: WorkerContext) -> None:
-    """Load everything except the random states."""
+def reload(
+    saved: SavedState, tree: StateTree, context: WorkerContext, *, keeps_memory: bool = False
+) -> None:
+    """Load everything except the random states.
+
+    `keeps_memory`: tensors of optimizers are filled in place too, if this rank saved the version.
+    """
+    if keeps_memory and isinstance(saved, LocalState):
+        persistent = tree.persistent()
+        pairs = zip(persistent.sources, persistent.originals, strict=True)
+        saved.reuse_memory({source.name: (source.tensor, one) for source, one in pairs})
     with reporting_corruption(context):
         _reload(saved, tree, context.page)
 
