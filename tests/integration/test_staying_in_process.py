@@ -531,6 +531,24 @@ def test_without_snapshots_a_rank_cannot_stay(run: StayingRun) -> None:
     assert "no snapshots" in run.page.stay_problem
 
 
+class ReadingAhead(DataLoader[Any]):
+    """As Accelerate's loaders."""
+
+    def __iter__(self) -> Any:
+        return super().__iter__()
+
+
+def test_a_loader_that_cannot_go_back_is_named(run: StayingRun) -> None:
+    made = Training(run)
+    for at in made.session.steps(3):
+        with made.session.guard():
+            made.step(at)
+            assert run.page.get(HeartbeatField.MAY_STAY) == int(at < 2)
+            if at == 1:
+                next(iter(made.session.batches(ReadingAhead(Noisy()))))
+    assert run.page.stay_problem == "loader has an iteration of its own, which cannot go back"
+
+
 def test_statements_behind_the_block_are_reported_once(
     run: StayingRun, caplog: pytest.LogCaptureFixture
 ) -> None:
