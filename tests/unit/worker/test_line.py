@@ -128,7 +128,7 @@ import socket, sys, time
 from ftrun.wire.shared_memory.pages import SharedPage, create_page
 from ftrun.worker.survivors.line import AgentLine
 agent, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-AgentLine(its.detach(), SharedPage(create_page("beat")), lambda: None)
+AgentLine(its.detach(), SharedPage(create_page("page")), lambda: None)
 assert "torch" not in sys.modules
 agent.close()
 time.sleep(60)
