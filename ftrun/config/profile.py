@@ -20,6 +20,11 @@ class _Section(Struct, frozen=True, forbid_unknown_fields=True):
     """An immutable section; an unknown key is an error."""
 
 
+_FunctionName = Annotated[
+    str, _meta("", wanted="a function of a module, as MODULE:FUNCTION", pattern=r"^[\w.]+:[\w.]+$")
+]
+
+
 # fmt: off
 class SnapshotConfig(_Section, frozen=True, kw_only=True):
     """Snapshots in memory."""
@@ -55,6 +60,9 @@ class StartConfig(_Section, frozen=True, kw_only=True):
     preload: Annotated[list[str], _meta(
         "modules that the warm process imports after torch; none may use a GPU"
     )] = field(default_factory=list)
+    prepare: Annotated[list[_FunctionName], _meta(
+        "functions MODULE:FUNCTION that are called before a restart needs their results; the "
+        "script gets them by ftrun.prepared")] = field(default_factory=list)
     device: Annotated[Literal["off", "context"], _meta(
         "context: standbys initialise the GPUs for the next start of the ranks")] = "off"
     device_wait_s: Annotated[float, _meta(

@@ -67,6 +67,8 @@ OWN_FLAGS: tuple[CliFlag, ...] = (
             choices=("warm", "fresh"), group=_FAILURES, key="start.mode"),
     CliFlag("preload", "import it once, before the ranks are forked", "MODULE", group=_FAILURES,
             key="start.preload", is_repeatable=True),
+    CliFlag("prepare", "call it before a restart; the script gets the result by ftrun.prepared",
+            "MODULE:FUNCTION", group=_FAILURES, key="start.prepare", is_repeatable=True),
     CliFlag("grace", "from the first SIGTERM to SIGKILL (default 30)", "SECONDS", group=_FAILURES,
             key="stop.grace_s"),
     CliFlag("allow-faults", "ftrun inject-fault may break this run", group=_FAILURES),

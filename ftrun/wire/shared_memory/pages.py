@@ -97,6 +97,7 @@ class HeartbeatField(IntEnum):
     LOSS_STEP = 40  # step of LOSS, from 1; written after it
     PERSIST_STEP = 41  # the script waits for a checkpoint of this step; 0: it does not
     MAY_STAY = 42  # inside a guarded loop: the process can be parked if another rank fails
+    COMPILES = 43  # the first step has loaded torch's compiler
 
 
 class CommandField(IntEnum):

@@ -103,6 +103,7 @@ def step_done(page: SharedPage, step: int) -> None:
     page.set(HeartbeatField.STEP_NS, now_ns)
     page.set(HeartbeatField.HEARTBEAT_NS, now_ns)
     if not page.get(HeartbeatField.FIRST_STEP_NS):
+        page.set(HeartbeatField.COMPILES, int("torch._inductor.compile_fx" in sys.modules))
         page.set(HeartbeatField.FIRST_STEP_NS, now_ns)
 
 
