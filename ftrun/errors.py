@@ -393,6 +393,20 @@ class ProtocolError(PeerError):
     """A frame is malformed, too long, or of another run."""
 
 
+class JoinRefused(FtrunError):
+    """A rank cannot join the ranks that stay; all ranks are then started again."""
+
+
+class SetUpDiffers(FtrunError):
+    """A process that sets up a rank alone does something else than the rank did before."""
+
+    def __init__(self, present: str, recorded: str) -> None:
+        super().__init__(
+            f"this rank is set up alone, and its set-up differs: {present}, in place of {recorded}. "
+            "All ranks are started again"
+        )
+
+
 class InternalError(FtrunError):
     """A broken invariant: a bug in ftrun."""
 

@@ -179,7 +179,12 @@ def may_be_a_consequence(end: WorkerExit) -> bool:
 
 def is_broken_connection(end: WorkerExit) -> bool:
     """Whether it is an exception that says only that a peer is unreachable."""
-    return end.kind is ExitKind.EXCEPTION and any(words in end.text for words in _BROKEN)
+    return end.kind is ExitKind.EXCEPTION and names_broken_connection(end.text)
+
+
+def names_broken_connection(text: str) -> bool:
+    """Whether the text of an exception names the loss of a connection."""
+    return any(words in text for words in _BROKEN)
 
 
 def is_link_failure(end: WorkerExit) -> bool:

@@ -22,16 +22,25 @@ from ftrun.worker.state.unprotected import UnprotectedReasons
 
 if TYPE_CHECKING:
     from ftrun.worker.capture.recording import Recording
+    from ftrun.worker.survivors.rejoin import StayingProcess
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class WorkerContext:
     """Launch request and shared pages of this worker in its run."""
 
     run_id: RunId
     launch: LaunchRequest
+    """Replaced if this process stays and joins another generation."""
     page: SharedPage
     commands: SharedPage
+    staying: "StayingProcess | None" = None
+    """None: this process cannot stay when another rank fails."""
+
+    @property
+    def is_revoked(self) -> bool:
+        """This generation is over, and this process stays: it neither waits nor seals."""
+        return self.staying is not None and self.staying.line.is_revoked
 
     @property
     def rank(self) -> Rank:

@@ -26,6 +26,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from ftrun.errors import UsageError
 from ftrun.worker.snapshot_wait import Level, SnapshotHandle, check_level
 from ftrun.worker.state.data_position import DataPosition
+from ftrun.worker.survivors.guard import Guard, GuardedBlocks, Stay
 
 _log = logging.getLogger(__name__)
 
@@ -97,6 +98,9 @@ class Loops(ABC):
         self._has_stepped = False
         """An optimizer has stepped since the last boundary."""
         self._in_hand: DataPosition | None = None
+        self._turns = 0
+        """Turns handed out, repeated ones included."""
+        self._blocks = GuardedBlocks()
         hook = register_optimizer_step_post_hook(after_optimizer_step(weakref.ref(self)))
         self._end_hook = weakref.finalize(self, hook.remove)
 
@@ -139,6 +143,53 @@ class Loops(ABC):
         check_level(level)
         return self._wait(level, timeout_s, None)
 
+    def guard(self) -> Guard:
+        """Enclose the body of a loop over `steps` or `batches`, so that this process can stay.
+
+        With `--survivors on`, a process stays if another rank fails while it is inside such a loop.
+        The block then ends without an exception, the attached state goes back to the newest
+        version that all ranks have, and the loop hands out the same steps and batches again.
+        Otherwise the block has no effect.
+
+        Statements behind the block also run in a turn that is repeated:
+
+            with session.guard() as turn:
+                ...
+            if not turn.is_repeated:
+                print(loss.item())
+
+        Raises UsageError outside of a loop, inside of another block, and twice in one turn.
+        """
+        return self._guard(looks=True)
+
+    def run(self, turn: Callable[[int], Any], *, steps: int) -> Iterator[Any]:
+        """Call `turn(step)` under `guard` for each step, and yield what it returns.
+
+        What a broken turn holds, such as its activations, is released before it is repeated.
+
+        Args:
+            turn: makes one step.
+            steps: number of steps of the whole run, including those before a restart.
+        """
+        for step in self.steps(steps):
+            result = None
+            with self._guard(looks=False) as made:
+                result = turn(step)
+            if not made.is_repeated:
+                yield result
+
+    def _guard(self, *, looks: bool) -> Guard:
+        at = None if self._driver is None else self._turns
+        return Guard(self._blocks, self._stay, at, looks=looks)
+
+    @property
+    def is_rehearsal(self) -> bool:
+        """Whether this process only makes a step that is discarded, to be ready for a failure.
+
+        The script then writes to no place that others read.
+        """
+        return self._stay is not None and self._stay.is_rehearsal
+
     def steps(self, total: int) -> Iterator[int]:
         """Iterate over the steps from the restored step on; each turn ends in a boundary.
 
@@ -157,8 +208,9 @@ class Loops(ABC):
             if place in self._steps_left:
                 self._warn_of_left("steps()")
                 return
-            while self._step < total:
+            while not self._is_at_end(total):
                 frames = frames_of_loop()
+                self._begin_turn()
                 yield self._step
                 # Force a snapshot at the end of the run, so that the last checkpoint holds it.
                 self._force |= self._step + 1 == total
@@ -227,20 +279,20 @@ class Loops(ABC):
         self._enter("batches()")
         frames: tuple[int, ...] = ()
         try:
-            if self._was_left(left_pass(feed.name)):
-                feed.end_pass()
-                self._begin()
-                return
-            if until is not None and self._step >= until:
-                self._ends_epochs = True
+            if self._has_no_turn(feed, until):
                 self._begin()
                 return
             for batch in self._from(feed):
+                if self._rejoin():
+                    continue
                 frames = frames_of_loop()
+                self._begin_turn()
                 yield batch
                 self._ends_epochs = self._step + 1 == until
                 self._force |= self._ends_epochs or (self._in_last_epoch and feed.is_at_end)
                 self._boundary(allowed=True)
+                if self._rejoin():
+                    continue
                 if self._ends_epochs:
                     feed.pause()
                     return
@@ -252,6 +304,15 @@ class Loops(ABC):
             raise
         finally:
             self._leave()
+
+    def _has_no_turn(self, feed: DataPosition, until: int | None) -> bool:
+        if self._was_left(left_pass(feed.name)):
+            feed.end_pass()
+            return True
+        if until is not None and self._step >= until:
+            self._ends_epochs = True
+            return True
+        return False
 
     # --- implemented by the session ------------------------------------------------------------
 
@@ -265,6 +326,15 @@ class Loops(ABC):
 
     @abstractmethod
     def _boundary(self, *, allowed: bool) -> None: ...
+
+    @property
+    @abstractmethod
+    def _stay(self) -> Stay | None:
+        """None: this process cannot stay when another rank fails."""
+
+    @abstractmethod
+    def _rejoin(self) -> bool:
+        """If the generation is over, join the next one; `_step` is then an earlier one."""
 
     @abstractmethod
     def _wait(self, level: Level, timeout_s: float, handle: SnapshotHandle | None) -> bool:
@@ -291,6 +361,15 @@ class Loops(ABC):
         self._driver = None
 
     # --- inside --------------------------------------------------------------------------------
+
+    def _is_at_end(self, total: int) -> bool:
+        self._rejoin()
+        return self._step >= total
+
+    def _begin_turn(self) -> None:
+        self._turns += 1
+        if self._stay is not None:
+            self._stay.begin_turn()
 
     def _from(self, feed: DataPosition, *, ends_if_left: bool = False) -> Iterator[Any]:
         epoch = self._epoch if self._in_epoch else None

@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils.data import DataLoader
 
 from ftrun import clock
-from ftrun.errors import SnapshotError, UsageError
+from ftrun.errors import JoinRefused, SnapshotError, UsageError
 from ftrun.sharding.rules import ShardingRules
 from ftrun.worker.context import WorkerContext, worker_context
+from ftrun.worker.loaders import AttachedLoaders, positions_of, refuse_loader
 from ftrun.worker.loops import Loops, SessionPhase, after_optimizer_step, left_pass
 from ftrun.worker.snapshot_wait import Level, SnapshotHandle
 from ftrun.worker.state.attached import AttachedState, Skip, by_name, declared
@@ -32,6 +32,7 @@ from ftrun.worker.state.tensors import HostCopy, is_capturing
 if TYPE_CHECKING:
     from ftrun.worker.capture.recording import Recording
     from ftrun.worker.snapshot_session import SnapshotSession
+    from ftrun.worker.survivors.rejoin import Survivor
 
 _log = logging.getLogger(__name__)
 
@@ -107,7 +108,7 @@ def attach(  # noqa: PLR0913 - what a script has
         attached.layout = layout
     elif layout is not None or mesh:
         attached.layout = declared(layout, mesh, context.world_size if context else None)
-    session = Session(attached, _feeds_of(loader), context, warmup, is_first=_live is None)
+    session = Session(attached, positions_of(loader), context, warmup, is_first=_live is None)
     _live = weakref.ref(session)
     return session
 
@@ -119,21 +120,10 @@ def _sort_in(
         raise UsageError("attach(session=...): this name is ftrun's own. Give it another name")
     for argument, given in parts.items():
         for name, thing in by_name(argument, given).items():
-            if isinstance(thing, DataLoader):
-                raise UsageError(
-                    f"attach was given a {type(thing).__name__} as {argument}: pass it by name, "
-                    "attach(..., loader=loader)"
-                )
+            refuse_loader(argument, thing)
             attached.add(name, thing)
     for name, thing in named.items():
         attached.add(name, thing)
-
-
-def _feeds_of(loader: object) -> dict[str, DataPosition]:
-    return {
-        name: thing if isinstance(thing, DataPosition) else DataPosition(name, thing)
-        for name, thing in by_name("loader", loader).items()
-    }
 
 
 def is_attached() -> bool:
@@ -147,29 +137,27 @@ class Session(Loops):
     def __init__(
         self,
         attached: AttachedState,
-        feeds: dict[str, DataPosition],
+        positions: dict[str, DataPosition],
         context: WorkerContext | None,
         warmup: Callable[[], object] | None,
         *,
         is_first: bool = True,
     ) -> None:
         super().__init__()
-        self._feeds = feeds
+        self._loaders = AttachedLoaders(positions, context)
         self._context = context
         self._state = attached.state
         self._boundaries = 0
         self._has_started = False
         self._restored = False
-        self._waiting: dict[str, Any] = {}
         self._losses: deque[tuple[int, HostCopy]] = deque(maxlen=_LATE_LOSSES)
         """Steps and losses whose copy from a device is pending."""
         self._protection: SnapshotSession | None = None
+        self._survivor: Survivor | None = None
         self._check: PlainCheck | None = None
         self._explained_in = ""
         self._fresh_id = uuid.uuid4().hex[:12]
         self.is_closed = False
-        for feed in feeds.values():
-            self._warn_of(feed)
         if context is not None and is_first:
             self._protect(context, attached, warmup)
         elif context is not None:
@@ -257,7 +245,7 @@ class Session(Loops):
                 f"report(loss=) was given a tensor of shape {list(loss.shape)}: pass one number, "
                 "such as loss.mean()"
             )
-        if self._context is None:
+        if self._context is None or self.is_rehearsal:
             return
         step = self._step + 1
         if isinstance(loss, torch.Tensor) and not loss.is_cpu:
@@ -311,6 +299,11 @@ class Session(Loops):
             )
         protection = self._protection = SnapshotSession(context, attached, warmup)
         protection.after_replayed_step = after_optimizer_step(weakref.ref(self))
+        if context.staying is not None:
+            from ftrun.worker.survivors.rejoin import Survivor
+
+            self._survivor = Survivor(context, context.staying, protection)
+            self._loaders.keep_batches(lambda: self._step, attached.generators)
         try:
             self._restore(protection, context)
         except BaseException:
@@ -330,26 +323,34 @@ class Session(Loops):
             earlier = [0] if self._left_before == "steps()" else []  # format of version 0.2.0
             self._steps_left = set(own.get("steps_left", earlier))
             self._explain(own.get("explained_in", ""))
-            self._waiting = {
-                # A pass that was left by break does not resume.
-                name: {**state, "own": None} if self._left_before == left_pass(name) else state
-                for name, state in saved["loaders"].items()
-            }
-            for name in self._waiting.keys() & self._feeds.keys():
-                self._feeds[name].load_state(self._waiting.pop(name))
-            self._leave_out(context.launch.skip_batches)
+            left = [one for one in saved["loaders"] if left_pass(one) == self._left_before]
+            self._loaders.load(saved["loaders"], left)
         protection.begin(self._own_state)
         protection.put_back_random_states()
 
-    def _leave_out(self, count: int) -> None:
-        for feed in self._feeds.values():
-            feed.leave_out(count)
-        if count and not (self._feeds or self._waiting):
-            _log.warning(
-                "numerics.policy: skip-data cannot skip %d batches, because the script does not "
-                "iterate session.batches(). They are repeated",
-                count,
-            )
+    @property
+    def _stay(self) -> "Survivor | None":
+        return self._survivor
+
+    def _rejoin(self) -> bool:
+        survivor, protection = self._survivor, self._protection
+        if survivor is None or protection is None or not survivor.is_over:
+            return False
+        survivor.park()
+        saved = protection.restore(is_again=True)
+        if saved is None or saved["session"]["epoch"] != self._epoch:
+            raise JoinRefused("this process cannot go back to a version before its loop")
+        self._step = saved["session"]["step"]
+        self._steps_left = set(saved["session"].get("steps_left", ()))
+        self._loaders.rewind(saved["loaders"], self._step)
+        self._force = self._has_stepped = self._is_plain_phase = False
+        self._requested = None
+        self._losses.clear()
+        protection.begin(self._own_state)
+        survivor.join(protection.buckets.digest())
+        protection.put_back_random_states()
+        protection.release()
+        return True
 
     def _explain(self, before: str) -> None:
         """Log once per run what a restore does not restore; `before`: the run that logged it."""
@@ -378,8 +379,9 @@ class Session(Loops):
                 "epoch": self._epoch,
                 **{key: value for key, value in more.items() if value},
             },
-            "loaders": {**self._waiting, **{n: feed.state() for n, feed in self._feeds.items()}},
+            "loaders": self._loaders.state(),
             "orders": {},
+            **({} if self._survivor is None else {"set_up": self._survivor.set_up()}),
         }
 
     def _set_phase(self, name: str) -> str:
@@ -393,11 +395,14 @@ class Session(Loops):
         if not self._has_started:
             self._has_started = True
             if self._protection is not None:
-                self._protection.first_turn()
-            for feed in self._feeds.values():
-                feed.put_back_generators()
+                self._protection.first_turn(self._join)
+            self._loaders.put_back_generators()
             if self._recording is not None:
                 self._recording.started(self._step)
+
+    def _join(self) -> None:
+        if self._survivor is not None and self._protection is not None:
+            self._survivor.join_first(self._protection.buckets.digest)
 
     def _wait(self, level: Level, timeout_s: float, handle: SnapshotHandle | None) -> bool:
         if self._context is None:
@@ -407,6 +412,10 @@ class Session(Loops):
         return self._protection.wait(level, timeout_s, handle)
 
     def _boundary(self, *, allowed: bool) -> None:
+        if self._stay is None or not self._stay.is_over:  # else the turn is repeated
+            self._complete_turn(allowed=allowed)
+
+    def _complete_turn(self, *, allowed: bool) -> None:
         self._step += 1
         handle, self._requested = self._requested, None
         if handle is not None:
@@ -424,31 +433,15 @@ class Session(Loops):
                 _count_step(self._context)
             return
         force, self._force = self._force, False
-        self._watch_loaders()
+        self._loaders.watch(self._boundaries)
         if self._recording is not None:
             allowed = self._recording.boundary(self._step) and allowed
         self._protection.boundary(self._step, self._own_state, force=force, allowed=allowed)
+        self._loaders.forget_before(self._protection.oldest_step)
         if handle is not None:
             self._protection.passed(handle)
         if self._recording is not None:
             self._recording.passed(self._step)
-
-    def _watch_loaders(self) -> None:
-        if self._boundaries < 2 or self._context is None:
-            return
-        reasons = self._context.unprotected
-        is_any_followed = any(feed.is_followed for feed in self._feeds.values())
-        for name, feed in self._feeds.items():
-            # If one loader is tracked, another may be for a later phase or for an evaluation.
-            if feed.is_followed or (is_any_followed and not feed.is_by_hand(self._boundaries)):
-                reasons.remove(name)
-            elif name not in reasons:
-                reasons.add(
-                    name,
-                    f"{name} has given no batch to this session in {self._boundaries} steps: its "
-                    "position is in no snapshot, and a restart begins its data from the start; "
-                    "iterate session.batches(loader)",
-                )
 
     def _keep(self) -> None:
         if self._protection is not None:
@@ -459,36 +452,23 @@ class Session(Loops):
 
     def _enter(self, driver: str) -> None:
         super()._enter(driver)
+        if self._survivor is not None:
+            is_restored = self._restored and not self._has_started
+            self._survivor.enter_loop(self._step, is_restored=is_restored)
         if self._context is not None and self._context.page.phase == BETWEEN_LOOPS:
             self._context.page.phase = "train"
 
     def _leave(self) -> None:
         super()._leave()
+        if self._survivor is not None:
+            self._survivor.leave_loop()
         if self._context is not None and self._context.page.phase in ("", "train"):
             self._context.page.phase = BETWEEN_LOOPS
         if self._protection is not None:
             self._protection.finish()
 
     def _feed_of(self, loader: Any) -> DataPosition:
-        for feed in self._feeds.values():
-            if feed.loader is loader:
-                return feed
-        if self._feeds:
-            raise UsageError(
-                "batches() was given a loader that is not attached: pass every loader whose "
-                "batches are trained on as attach(loader={'name': loader, ...})"
-            )
-        feed = self._feeds["loader"] = DataPosition("loader", loader)
-        if "loader" in self._waiting:
-            feed.load_state(self._waiting.pop("loader"))
-            feed.leave_out(self._context.launch.skip_batches if self._context is not None else 0)
-        self._warn_of(feed)
-        return feed
-
-    def _warn_of(self, feed: DataPosition) -> None:
-        rank = self._context.rank if self._context else 0
-        if self._context is not None and rank == 0 and (text := feed.warning()):
-            _log.warning("%s", text)
+        return self._loaders.of(loader)
 
 
 def _count_step(context: WorkerContext) -> None:

@@ -30,13 +30,19 @@ from ftrun.worker.context import WorkerContext
 from ftrun.worker.process import graph_captures, heartbeat, lease
 from ftrun.worker.replicas.shares import ReplicaShares
 from ftrun.worker.restore import early_restore
-from ftrun.worker.restore.loader import LocalState, SavedState, put_back_random_states, reload
+from ftrun.worker.restore.buckets import BucketOrders, Warmup
+from ftrun.worker.restore.loader import (
+    LocalState,
+    SavedState,
+    arena_with,
+    put_back_random_states,
+    reload,
+)
 from ftrun.worker.restore.overwritten import RestoredMarks, RestoredSettings
 from ftrun.worker.smp_client import WorkerSmpClient
 from ftrun.worker.snapshot_wait import Level, LevelWait, SnapshotHandle, unprotected_reason
 from ftrun.worker.state.attached import AttachedState, is_layout_of
 from ftrun.worker.state.checked_state import CheckedState
-from ftrun.worker.state.determinism import DdpWrapperTracker, is_needed, ready_order, warm_buckets
 from ftrun.worker.state.state_tree import BoundaryState
 from ftrun.worker.state.unprotected import shown
 
@@ -44,8 +50,6 @@ _POLL_S = 0.02
 _STOP_WAIT_S = 600.0
 
 _log = logging.getLogger(__name__)
-
-Warmup = Callable[[], object]
 
 
 class SnapshotSession:
@@ -56,7 +60,6 @@ class SnapshotSession:
     ) -> None:
         self._context = context
         self._attached = attached
-        self._warmup = warmup
         self._checked = CheckedState(attached, context.unprotected, self._check_overwritten)
         self.inner, self._tree = self._checked.inner, self._checked.tree
         self._link = WorkerSmpClient(context)
@@ -70,17 +73,13 @@ class SnapshotSession:
         self._streams = StepStreams(guarded_step)
         stepping = [*attached.optimizers.values(), *self.inner.covered]
         self._accumulation = AccumulationTracker(stepping, attached.stateful.values(), guarded_step)
-        self._watch = DdpWrapperTracker()
+        self.buckets = BucketOrders(attached.modules, warmup, may_stay=context.staying is not None)
         self.digests = BoundaryDigests(context.page, attached)
         self._capture: Capture | None = None
         self._saved: SavedState | None = None
         self._inherited: Arena | None = None
         self._marks: RestoredMarks | None = None
         self._settings: RestoredSettings | None = None
-        self._wrapped_at_load: set[int] = set()
-        self._orders: dict[str, list[int]] = {}
-        self._final_orders: set[str] = set()
-        self._is_restored = False
         self._members: Group = ()
         """Of the restored shard; empty if it holds whole tensors, or was of another layout."""
         self.after_replayed_step: Callable[..., None] = lambda: None
@@ -88,28 +87,29 @@ class SnapshotSession:
 
     # --- attach ----------------------------------------------------------------------------
 
-    def restore(self) -> dict[str, Any] | None:
-        """Restore the attached state; return the session's own values, None without a version."""
+    def restore(self, *, is_again: bool = False) -> dict[str, Any] | None:
+        """Restore the attached state; return the session's own values, None without a version.
+
+        `is_again`: in a process that has made steps; tensors of optimizers keep their memory.
+        """
         context = self._context
         lease.install(context)  # if a wrapper started the worker, `heartbeat.install` has not run
         context.page.set(HeartbeatField.ATTACHED, 1)
         context.page.set(HeartbeatField.ATTACH_NS, clock.now_ns())
-        if torch.distributed.is_initialized() and not self._wrappers():
-            self._watch.find_older()
+        self.buckets.find_older()
         if context.restore is None:
             return None
         self._saved = self._open_other() if context.is_resized else self._open_own(context.restore)
-        self._orders = self._saved.part("orders")
-        self._is_restored = True
+        self.buckets.load(self._saved.part("orders"))
         own = {name: self._saved.part(name) for name in ("session", "loaders")}
-        self._load()
+        self._load(is_again=is_again)
         return own
 
     def _open_own(self, wanted: Version) -> SavedState:
         """Open this rank's shard, or the shards of all ranks if they had another layout."""
         ahead = early_restore.take(wanted)
         if ahead is None:
-            self._inherited = self._arena_with(wanted)
+            self._inherited = arena_with(wanted, self._context, self._link)
             saved = LocalState(self._inherited, wanted, self._context)
         else:
             self._inherited = ahead.arena
@@ -146,19 +146,10 @@ class SnapshotSession:
 
         return open_resharded(self._context, self._link, self._attached.layout)
 
-    def _arena_with(self, wanted: Version) -> Arena:
-        """Return the inherited arena, or the SMP's arena if this rank is new on its node."""
-        if self._context.arena_fd is not None:
-            arena = Arena(self._context.arena_fd, writable=True)
-            if arena.find(wanted) is not None:
-                return arena
-            arena.close()
-        return Arena(self._link.await_restored(wanted), writable=True)
-
     def begin(self, extra: Callable[[], dict[str, Any]]) -> None:
         """Reserve memory and prepare to take snapshots."""
         context = self._context
-        if not context.settings.enabled:
+        if not context.settings.enabled or context.launch.rehearses:
             return
         state = self._checked.begin(extra())  # raises ValueNotStorable
         expected = self._reserve(state) if self._inherited is None else None
@@ -178,22 +169,38 @@ class SnapshotSession:
         if self._saved is not None:
             put_back_random_states(self._saved, self._attached)
 
-    def _load(self) -> None:
+    def _load(self, *, is_again: bool = False) -> None:
         assert self._saved is not None
-        self._warm_buckets()
-        self._wrapped_at_load = {id(ddp) for ddp in self._wrappers().values()}
-        self._put_in_place()
+        self._prepare_wrappers()
+        self._put_in_place(is_again=is_again)
+        if is_again:
+            return  # no code of the script runs before the next turn
         self._marks = RestoredMarks(self._tree)
         self._settings = RestoredSettings(self._tree)
 
-    def _put_in_place(self) -> None:
+    def _prepare_wrappers(self) -> None:
+        """Bring wrappers into the state in which the version was taken."""
+        if self._is_alone:
+            attached = self._attached
+            self.buckets.reset(attached.optimizers.values(), attached.stateful.values())
+        else:
+            self.buckets.warm()
+
+    @property
+    def _is_alone(self) -> bool:
+        """The groups have no effect until this process joins the other ranks."""
+        launch, staying = self._context.launch, self._context.staying
+        is_new = launch.joins or launch.rehearses
+        return staying is not None and (is_new or staying.line.renewals > 0)
+
+    def _put_in_place(self, *, is_again: bool = False) -> None:
         assert self._saved is not None
         attached = self._attached
         # The script may hold references to dict items from attach. A second load keeps those items.
         dicts = () if self._marks is None else (attached.state, *attached.dicts.values())
         items = [dict(one) for one in dicts]
         with self.inner.leaving_out(self._saved.part("groups")):
-            reload(self._saved, self._tree, self._context)
+            reload(self._saved, self._tree, self._context, keeps_memory=is_again)
         for one, its in zip(dicts, items, strict=True):
             one.clear()
             one.update(its)
@@ -201,7 +208,7 @@ class SnapshotSession:
         self._accumulation.restored()
         early_restore.release()
 
-    def _let_go(self) -> None:
+    def release(self) -> None:
         """Release the restored version and the marks of overwritten values."""
         if self._saved is not None:
             self._saved.close()
@@ -228,18 +235,22 @@ class SnapshotSession:
 
     # --- loop ------------------------------------------------------------------------------
 
-    def first_turn(self) -> None:
-        """Start the loop: restore again what the script has changed since `attach`."""
+    def first_turn(self, join: Callable[[], None]) -> None:
+        """Start the loop: restore again what the script has changed since `attach`.
+
+        `join`: called before the random states are restored.
+        """
         if self._saved is not None:
             self._put_back_settings()
-            if self._wrapped_since_load():
+            if self.buckets.is_wrapped_since:
                 # DDP's constructor has broadcast the buffers of rank 0.
                 self.finish()
                 self._load()
             else:
                 self._load_if_overwritten()
-            self.put_back_random_states()
-            self._let_go()
+        join()
+        self.put_back_random_states()
+        self.release()
 
     def _put_back_settings(self) -> None:
         assert self._settings is not None
@@ -273,7 +284,7 @@ class SnapshotSession:
         SAM, or a script that normalizes a layer, also changes weights before the step. Therefore
         the report requires that most weights, or most optimizer state, differ.
         """
-        if self._marks is None or self.inner.has_wrappers or self._wrapped_since_load():
+        if self._marks is None or self.inner.has_wrappers or self.buckets.is_wrapped_since:
             return
         if self._graphs.is_capturing:
             return  # the comparison waits for the device
@@ -292,21 +303,18 @@ class SnapshotSession:
 
     def first_turn_is_over(self) -> None:
         """End the first step of a loop that did not call `begin`; that step cannot be repeated."""
-        if self._saved is not None and self._wrapped_since_load():
+        if self._saved is not None and self.buckets.is_wrapped_since:
             _log.warning(
                 "not bitwise: the model was wrapped in DDP after attach, which has sent rank 0's "
                 "buffers to all; attach after wrapping, or use session.steps()"
             )
-        self._let_go()
-
-    def _wrapped_since_load(self) -> bool:
-        return bool({id(ddp) for ddp in self._wrappers().values()} - self._wrapped_at_load)
+        self.release()
 
     def boundary(
         self, step: int, extra: Callable[[], dict[str, Any]], *, force: bool, allowed: bool
     ) -> None:
         """Process a step boundary. Raises MemoryTooSmall if the profile requires snapshots."""
-        lease.wait(self._context.commands)
+        lease.wait(self._context.commands, lambda: self._context.is_revoked)
         stops = False
         try:
             stops = self._end_step(step, extra, force=force, allowed=allowed)
@@ -342,7 +350,7 @@ class SnapshotSession:
         return stops
 
     def _collect(self, extra: dict[str, Any]) -> BoundaryState:
-        return self._checked.collect({**extra, "orders": self._known_orders()})
+        return self._checked.collect({**extra, "orders": self.buckets.known()})
 
     def keep(self, step: int, extra: Callable[[], dict[str, Any]]) -> None:
         """Take a snapshot without a boundary, unless `step` already has one."""
@@ -367,6 +375,21 @@ class SnapshotSession:
             return None
         newest = self.newest
         return -1 if newest is None else newest.step
+
+    @property
+    def oldest_step(self) -> int:
+        """Step of the oldest version that may still be restored; -1: there is none."""
+        committed = self._capture.commit_wait.committed if self._capture is not None else None
+        return -1 if committed is None else committed.step
+
+    def stay_problem(self) -> str:
+        """Why this process cannot stay when another rank fails, in words; empty if it can."""
+        if self._capture is None:
+            return "this run takes no snapshots (snapshot.enabled)"
+        return self.buckets.stay_problem()
+
+    def persistent_tensors(self) -> Sequence[torch.Tensor]:
+        return self._tree.persistent().originals
 
     def wait(self, level: Level, timeout_s: float, handle: SnapshotHandle | None) -> bool:
         if self._capture is None:
@@ -438,14 +461,21 @@ class SnapshotSession:
             self._capture.finish()
 
     def close(self) -> None:
-        self._watch.close()
+        self.buckets.close()
         self._graphs.listen()
         self._streams.close()
         self._accumulation.close()
         self._checked.watch.close()
+        self.leave()
+
+    def leave(self) -> None:
+        """End the snapshots of this generation; `restore` and `begin` may follow in the next."""
         if self._capture is not None:
             self._capture.close()
             atexit.unregister(self._capture.finish)
+        self._capture = self._inherited = None
+        self._members = ()
+        self.release()
         self._link.close()
 
     def _halt(self, step: int) -> None:
@@ -455,41 +485,8 @@ class SnapshotSession:
         give_up_s = clock.now_s() + _STOP_WAIT_S
         try:
             while commands.get(CommandField.STOP_AFTER_STEP) <= step and clock.now_s() < give_up_s:
+                if self._context.is_revoked:
+                    return
                 clock.sleep(_POLL_S)  # short, so that a signal handler of the script can run
         finally:
             self._context.page.set(HeartbeatField.STOPPED_AT_BOUNDARY, 0)
-
-    # --- bucket order ------------------------------------------------------------------------
-
-    def _wrappers(self) -> dict[str, Any]:
-        return self._watch.wrappers_of(self._attached.modules)
-
-    def _warm_buckets(self) -> None:
-        wrappers = {n: ddp for n, ddp in self._wrappers().items() if is_needed(ddp)}
-        if not wrappers:
-            return
-        if self._warmup is not None:
-            self._warmup()
-            return
-        for name, ddp in wrappers.items():
-            if name in self._orders:
-                warm_buckets(ddp, self._orders[name])
-            else:
-                _log.warning("not bitwise: no order of gradients is recorded for %s", name)
-
-    def _known_orders(self) -> dict[str, list[int]]:
-        if not torch.distributed.is_initialized():
-            return self._orders
-        wrappers = {n: ddp for n, ddp in self._wrappers().items() if n not in self._final_orders}
-        for name, ddp in wrappers.items():
-            if not is_needed(ddp):
-                self._final_orders.add(name)
-                continue
-            order, is_final = ready_order(ddp)
-            if is_final:
-                self._final_orders.add(name)
-                if name in self._orders and self._is_restored and order != self._orders[name]:
-                    _log.warning("not bitwise: the gradient buckets of %s differ", name)
-            if order is not None and (is_final or name not in self._orders):
-                self._orders[name] = order
-        return self._orders

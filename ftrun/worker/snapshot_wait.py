@@ -177,6 +177,8 @@ class LevelWait:
             return _ONE_NODE
         if level == "persisted" and not launch.has_storage:
             return _NO_STORAGE
+        if self._context.is_revoked:
+            return "another rank has failed, and this process joins the next generation"
         is_committed = self._commit_wait.is_committed(wanted)
         if not is_committed and self._commit_wait.is_over(wanted):
             return "it is given up, because a rank has no snapshot of this step"

@@ -173,6 +173,10 @@ class SharedPage:
     _names = _Text(8192, 4096)
 
     def __init__(self, fd: int) -> None:
+        self.rebind(fd)
+
+    def rebind(self, fd: int) -> None:
+        """Map another page in place of the present one, for all holders of this object."""
         self._map = mmap.mmap(fd, PAGE_BYTES)
         self._words = memoryview(self._map).cast("q")
         self._floats = memoryview(self._map).cast("d")

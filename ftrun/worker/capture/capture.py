@@ -188,6 +188,7 @@ class Capture:
         self._hook.remove()
         self._is_off = True
         self._release()
+        self._thread.close()
 
     def resolve(self) -> None:
         """Wait for the copy in progress; the script may then change any tensor until its next step.
@@ -400,6 +401,8 @@ class Capture:
         give_up_s = clock.now_s() + (wait_s if is_last or self._is_patient else 0.0)
         commit_wait = self.commit_wait
         while not commit_wait.is_free:
+            if self._context.is_revoked:
+                return False
             if commit_wait.is_under_way and (not is_last or clock.now_s() >= give_up_s):
                 return False
             if clock.now_s() >= give_up_s:
@@ -435,6 +438,8 @@ class Capture:
                 self._demote(wrong, UNDER_COPY.format(step=step))
                 self.commit_wait.skipped(step)
                 self._link.withdraw(step)
+                return False
+            if self._context.is_revoked:  # the step may contain values of an aborted collective
                 return False
             self._store.seal(slots, slot, step, self._link, hashed)
             for key in ("memory", "value", "device memory"):

@@ -307,7 +307,7 @@ class CopyThread:
     """Daemon thread that copies in parallel to the training thread; one job at a time."""
 
     def __init__(self) -> None:
-        self._jobs: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
         self._idle = threading.Event()
         self._idle.set()
         self._thread: threading.Thread | None = None
@@ -337,9 +337,14 @@ class CopyThread:
             elif give_up_s is not None and clock.now_s() >= give_up_s:
                 return False
 
+    def close(self) -> None:
+        """End the thread, after the job in progress; `start` may be called again."""
+        if self._thread is not None:
+            self._jobs.put(None)
+            self._thread = None
+
     def _work(self) -> None:
-        while True:
-            job = self._jobs.get()
+        while (job := self._jobs.get()) is not None:
             try:
                 job()
             except BaseException:  # noqa: BLE001 - the thread must stay for the next job

@@ -71,6 +71,10 @@ def install(*, started_with: dict[str, str], bound_with: dict[str, str] | None =
         return
     context.page.set(HeartbeatField.PID, os.getpid())
     context.page.set(HeartbeatField.GENERATION, context.generation)
+    if "line" in context.launch.descriptors:
+        from ftrun.worker.survivors.rejoin import StayingProcess
+
+        context.staying = StayingProcess(context)
     from torch.optim import optimizer
 
     from ftrun.worker.process import graph_captures
@@ -208,7 +212,8 @@ def _time_init_group(context: WorkerContext) -> None:
         if not context.page.get(HeartbeatField.INIT_GROUP_NS):
             context.page.set(HeartbeatField.INIT_GROUP_NS, clock.now_ns())
         try:
-            visibility.start_server(context)
+            if not context.launch.rehearses:  # the rank that it may replace has the socket
+                visibility.start_server(context)
         except Exception as error:  # noqa: BLE001 - a bug in ftrun must not end the script
             _log.warning("a bug in ftrun: no flight recorder of this rank", exc_info=error)
         return result

@@ -37,15 +37,29 @@ from ftrun.worker.context import WorkerContext
 
 _C10D = "torch.distributed.distributed_c10d"
 _POLL_S = 0.1
+_DUMP_SIGNAL = signal.SIGRTMAX - 1
 
 _server: Any = None
 _known_groups: list[tuple[int, str]] = []
+_dumps_own_end = False
+"""The stack of a fatal signal is written to the agent's file."""
+
+
+def start_again(context: WorkerContext) -> None:
+    """Write to the stack file and the page of another launch request."""
+    global _known_groups
+    _known_groups = []
+    faulthandler.unregister(_DUMP_SIGNAL)  # else the handler keeps the old file
+    if _dumps_own_end:
+        faulthandler.disable()
+    register_dumper(context)
 
 
 def register_dumper(context: WorkerContext) -> None:
     """Register faulthandler, whose C code writes all stacks to the agent's file on a signal."""
+    global _dumps_own_end
     fd = context.launch.descriptors["stack"]
-    number = signal.SIGRTMAX - 1
+    number = _DUMP_SIGNAL
     with suppress(OSError, RuntimeError, ValueError):
         # faulthandler restores this handler when the interpreter ends. The default handler would
         # kill the rank.
@@ -54,6 +68,7 @@ def register_dumper(context: WorkerContext) -> None:
         context.page.set(HeartbeatField.HAS_DUMPER, number)
         if not faulthandler.is_enabled():  # SIGSEGV, SIGABRT and others write the failing stack
             faulthandler.enable(file=fd, all_threads=False)
+            _dumps_own_end = True
 
 
 def dump_calls(context: WorkerContext) -> None:
@@ -145,9 +160,11 @@ def calls_so_far() -> int:
     group = c10d.GroupMember.WORLD if c10d is not None else None
     if group is None:
         return 0
+    # Of the backend that is used now. A renewed group also keeps the one it was created with.
+    devices = sorted(group._device_types, key=lambda one: (one.type == "cpu", one.type))
     try:
-        return int(group._get_sequence_number_for_group())
-    except RuntimeError:
+        return int(group._get_backend(devices[0])._get_sequence_number_for_group())
+    except (RuntimeError, IndexError):  # a fake backend counts nothing
         return 0
 
 

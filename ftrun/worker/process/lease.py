@@ -16,6 +16,7 @@ import select
 import signal
 import threading
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -39,18 +40,19 @@ def install(context: WorkerContext) -> None:
 
     def before_step(*_: Any) -> None:
         if not torch.compiler.is_compiling():
-            wait(commands)
+            wait(commands, lambda: context.is_revoked)
 
     register_optimizer_step_pre_hook(before_step)
     _end_with_agent(context.launch.agent_pid)
 
 
-def wait(commands: SharedPage) -> None:
+def wait(commands: SharedPage, is_over: Callable[[], bool] = bool) -> None:
+    """Wait while the lease has expired, unless this rank's generation is over."""
     until_ns = commands.get(CommandField.LEASE_NS)
     if until_ns == 0 or clock.now_ns() <= until_ns:
         return
     since_s = clock.now_s()
-    while 0 < commands.get(CommandField.LEASE_NS) < clock.now_ns():
+    while 0 < commands.get(CommandField.LEASE_NS) < clock.now_ns() and not is_over():
         clock.sleep(_POLL_S)
     waited_s = clock.now_s() - since_s
     _log.warning("this rank has waited %.2f s: its agent had not renewed its lease", waited_s)

@@ -64,6 +64,7 @@ from ftrun.worker.process import heartbeat
 from ftrun.worker.process import introspection as visibility
 
 MAX_ORDER_BYTES = 1 << 20
+MAX_ORDER_FDS = 16
 _PYC_HEAD = 16
 """Bytes before the code in a .pyc file."""
 _SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
@@ -91,21 +92,27 @@ def _wait(
         data, fds = b"", list[int]()
         with contextlib.suppress(OSError):
             orders.send(answer)
+            orders.send(answer)
         prepare()
         with contextlib.suppress(OSError):
-            data, fds, _, _ = socket.recv_fds(orders, MAX_ORDER_BYTES, 16)
+            data, fds, _, _ = socket.recv_fds(orders, MAX_ORDER_BYTES, MAX_ORDER_FDS)
         if not data:
             os._exit(0)  # the agent has closed the socket; no user code has run
         if data == REQUEST_IN_MEMORY:
             orders.close()
-            with open(fds.pop(0), "rb") as memory:
-                memory.seek(0)
-                return decode_launch(memory.read()), fds, bound_with
+            return read_request(fds.pop(0)), fds, bound_with
         from ftrun.worker.process import bound_device
 
         binding = decode_binding(data)
         bound_with = binding.variables
         answer = msgspec.json.encode(bound_device.bind(binding))
+
+
+def read_request(fd: int) -> LaunchRequest:
+    """The request in a memfd, which is closed."""
+    with open(fd, "rb") as memory:
+        memory.seek(0)
+        return decode_launch(memory.read())
 
 
 def _warm_up() -> None:
@@ -135,10 +142,7 @@ def become_worker(
     request: LaunchRequest, fds: list[int], bound_with: dict[str, str] | None
 ) -> None:
     descriptors = dict(zip(request.descriptors, fds, strict=True))
-    for name, number in (("stdout", 1), ("stderr", 2)):
-        fd = descriptors.pop(name)
-        os.dup2(fd, number)
-        os.close(fd)
+    replace_streams(descriptors)
     for number in (*_SIGNALS, signal.SIGCHLD):
         signal.signal(number, signal.SIG_DFL)
     ignore_user_signals()
@@ -153,6 +157,15 @@ def become_worker(
     _reseed()
     name_process(f"ftrun-rank{request.rank}")
     heartbeat.install(started_with=started_with, bound_with=bound_with)
+
+
+def replace_streams(descriptors: dict[str, int]) -> None:
+    """Use `stdout` and `stderr`, which are removed, as this process's own."""
+    for name, number in (("stdout", 1), ("stderr", 2)):
+        getattr(sys, name).flush()
+        fd = descriptors.pop(name)
+        os.dup2(fd, number)
+        os.close(fd)
 
 
 def _open_streams() -> None:

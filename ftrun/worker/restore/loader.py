@@ -20,10 +20,12 @@ from ftrun.ids import Version
 from ftrun.snapshot.boxes import Shape
 from ftrun.snapshot.layout import LayoutEntry
 from ftrun.wire.crash_points import crash_point
+from ftrun.wire.shared_memory.arena import Arena
 from ftrun.wire.shared_memory.pages import HeartbeatField, SharedPage
 from ftrun.worker.capture.device_copies import synchronize
 from ftrun.worker.context import WorkerContext
 from ftrun.worker.restore.shard import LocalShardReader, check_fits, fits
+from ftrun.worker.smp_client import WorkerSmpClient
 from ftrun.worker.state import determinism as rng
 from ftrun.worker.state import module_state
 from ftrun.worker.state.attached import SESSION_STATE, AttachedState, Skip, loadable
@@ -133,6 +135,27 @@ class LocalState(LocalShardReader, RankState):
         """Nothing to release: the arena is this rank's own and stays in use."""
 
 
+def arena_with(wanted: Version, context: WorkerContext, link: WorkerSmpClient) -> Arena:
+    """Return the inherited arena, or the SMP's arena if this rank is new on its node."""
+    if context.arena_fd is not None:
+        arena = Arena(context.arena_fd, writable=True)
+        if arena.find(wanted) is not None:
+            return arena
+        arena.close()
+    return Arena(link.await_restored(wanted), writable=True)
+
+
+def saved_part(context: WorkerContext, name: str) -> Any:
+    """A part of the plain values of the version to restore, before `attach`."""
+    assert context.restore is not None
+    link = WorkerSmpClient(context)
+    try:
+        arena = arena_with(context.restore, context, link)
+        return LocalState(arena, context.restore, context).part(name)
+    finally:
+        link.close()
+
+
 @contextlib.contextmanager
 def reporting_corruption(context: WorkerContext) -> Iterator[None]:
     """Write a corrupt shard to the heartbeat page, so that the agent rejects the version."""
@@ -153,8 +176,17 @@ def put_back_random_states(saved: SavedState, attached: AttachedState) -> None:
     rng.put_back(saved.part("rng"))
 
 
-def reload(saved: SavedState, tree: StateTree, context: WorkerContext) -> None:
-    """Load everything except the random states."""
+def reload(
+    saved: SavedState, tree: StateTree, context: WorkerContext, *, keeps_memory: bool = False
+) -> None:
+    """Load everything except the random states.
+
+    `keeps_memory`: tensors of optimizers are filled in place too, if this rank saved the version.
+    """
+    if keeps_memory and isinstance(saved, LocalState):
+        persistent = tree.persistent()
+        pairs = zip(persistent.sources, persistent.originals, strict=True)
+        saved.reuse_memory({source.name: (source.tensor, one) for source, one in pairs})
     with reporting_corruption(context):
         _reload(saved, tree, context.page)
 

@@ -79,6 +79,7 @@ class LocalShardReader:
         self._unchecked.difference_update(right)
         self._entries = {entry.name: entry for entry in layout.entries}
         self._copied = dict(copied)
+        self._present: Mapping[str, tuple[torch.Tensor, torch.Tensor]] = {}
         self._used: set[str] = set()
         at = self._entries[PLAIN_NAME].offset
         self._check_entry(self._entries[PLAIN_NAME])
@@ -93,6 +94,13 @@ class LocalShardReader:
                 "ftrun.attach. Load it by ftrun.dcp.Reader(), or start with --resume never"
             )
         return plain.decode(self._parts[name], deref=self._deref)
+
+    def reuse_memory(self, present: Mapping[str, tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """Let parts contain these tensors, filled in place, where they fit.
+
+        `present`: by name, the memory of this rank and the tensor that has it, such as a DTensor.
+        """
+        self._present = present
 
     def optional_part(self, name: str) -> Any:
         return self.part(name) if name in self._parts else None
@@ -205,6 +213,10 @@ class LocalShardReader:
         entry = self._entries[ref.name]
         copied = self._copied.pop(ref.name, None)
         home = home_of(ref.kind)
+        memory, present = self._present.get(ref.name, (None, None))
+        if memory is not None and _fits_into(entry, ref, memory):
+            self.copy_into(ref.name, memory)
+            return present
         if copied is None or ref.stride or home.type != "cpu":
             made = early_restore.empty(entry.shape, DTYPES[entry.dtype], home, ref.stride)
             if copied is None:
@@ -216,6 +228,13 @@ class LocalShardReader:
         if ref.kind == "array":
             return copied.numpy()
         return LocalPart(copied) if ref.kind.startswith("sharded") else copied
+
+
+def _fits_into(entry: LayoutEntry, ref: TensorRef, memory: torch.Tensor) -> bool:
+    made = (tuple(entry.shape), DTYPES[entry.dtype], home_of(ref.kind).type)
+    is_dense = memory.stride() == ref.stride if ref.stride else memory.is_contiguous()
+    is_same = made == (tuple(memory.shape), memory.dtype, memory.device.type)
+    return is_same and is_dense and ref.kind != "array"
 
 
 def check_used(saved: Mapping[str, str], used: Iterable[str]) -> None:

@@ -11,12 +11,17 @@ own `__iter__`, which may draw its indices at any time.
 
 Between two passes, only the next pass matters. It begins as in the undisturbed run, and makes the
 same random draws.
+
+A process that stays when another rank fails goes back too, by `rewind`. Inside a pass, the batches
+that the restored version has not seen are handed out again (survivors/replay.py), and the iterator
+continues behind them. Else the position is restored as in a new process, at the next batch.
 """
 
 import copy
 import gc
 import logging
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -26,12 +31,14 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from ftrun.worker.state import determinism as rng
 from ftrun.worker.state.module_state import given_by
+from ftrun.worker.survivors.replay import KeptBatch, KeptBatches, handed_out_again
 
 _SAMPLERS = ("batch_sampler", "sampler")
 _GENERATORS = ("generator", "synchronized_generator")
 _OLD_NAMES = {"loader.generator": "loader", "loader.sampler.generator": "sampler"}
 """Names of generators in snapshots of version 0.2."""
 _TURNS_BY_HAND = 2
+_END = object()
 
 _log = logging.getLogger(__name__)
 
@@ -56,6 +63,12 @@ class DataPosition:
         self._in_use: dict[weakref.ref[_BaseDataLoaderIter], int] = {}
         """Iterators created by the script, with the number of batches that each has yielded."""
         self._turns_in_use = 0
+        self._kept: KeptBatches | None = None
+        self._again_now: deque[KeptBatch] = deque()
+        """Batches to hand out again before the iterator continues."""
+        self._generators_then: dict[str, Any] | None = None
+        """States of the generators at this position, if the iterator is ahead of it."""
+        self._is_running = False
 
     def state(self) -> dict[str, Any]:
         """The position as plain values, with the loader's own state_dict."""
@@ -84,6 +97,37 @@ class DataPosition:
 
     def put_back_generators(self) -> None:
         self._set_generators(self._generators_now)
+
+    def keep_batches(self, step: Callable[[], int], others: set[int]) -> None:
+        """Keep batches for `rewind`, unless the iterator cannot continue behind them.
+
+        `step` returns the number of step boundaries so far. `others`: ids of generators that a
+        restore sets to earlier states.
+        """
+        shared = others.intersection(map(id, self._generators().values()))
+        if not self._is_stateful and not shared:
+            self._kept = KeptBatches(step)
+
+    def forget_before(self, step: int) -> None:
+        """Release kept batches of earlier turns: `rewind` goes back to this step at most."""
+        if self._kept is not None:
+            self._kept.forget_before(step)
+
+    def rewind(self, state: dict[str, Any], step: int) -> None:
+        """Go back to the position after this step, in the process that has made it."""
+        is_live = self._kept is not None and self._is_running and self._resume is None
+        again = self._kept.since(step) if is_live and self._kept is not None else None
+        # The iterator must continue behind the last of these batches.
+        before = again[0].number - 1 if again else self._handed_out
+        ahead = (state["pass"], state["handed_out"])
+        if again is not None and ahead == (self._pass, before):
+            self._again_now = deque(again)
+            self._handed_out = state["handed_out"]
+            self._generators_then = state["generators"]
+            return
+        self._again_now.clear()
+        self._generators_then = None
+        self.load_state(state)
 
     def pause(self) -> None:
         """Make the next iteration continue this pass, as after a restore."""
@@ -124,6 +168,26 @@ class DataPosition:
         """
         self._iterations += 1
         iteration = self._iterations
+        iterator = self._begin_pass(epoch, after_start)
+        try:
+            while (batch := self._next(iterator)) is not _END:
+                if self._to_leave_out > 0:
+                    self._to_leave_out -= 1
+                    continue
+                yield batch
+                if self._resume is not None:  # after `rewind`
+                    iterator = self._restart(epoch)
+        except GeneratorExit:
+            if ends_if_left and iteration == self._iterations and self._resume is None:
+                self.end_pass()
+            raise
+        finally:
+            self._is_running &= iteration != self._iterations
+        self._pass += 1
+        self._handed_out = 0
+        self._started_with = None
+
+    def _begin_pass(self, epoch: int | None, after_start: Callable[[], None]) -> Iterator[Any]:
         resume, self._resume = self._resume, None
         self._set_epoch(self._pass if epoch is None else epoch)
         if resume is None or not resume["handed_out"]:
@@ -138,20 +202,33 @@ class DataPosition:
             self._put_back(now)
             self._has_started = True
             after_start()
-        try:
-            for batch in iterator:
-                self._handed_out += 1
-                if self._to_leave_out > 0:
-                    self._to_leave_out -= 1
-                    continue
-                yield batch
-        except GeneratorExit:
-            if ends_if_left and iteration == self._iterations:
-                self.end_pass()
-            raise
-        self._pass += 1
-        self._handed_out = 0
-        self._started_with = None
+        self._is_running = True
+        if self._kept is not None:
+            self._kept.begin_pass()
+        return iterator
+
+    def _restart(self, epoch: int | None) -> Iterator[Any]:
+        """The iterator of a restored position, in place of one that the script still uses."""
+        self._clone = None
+        if self._keeps_workers and not self._is_stateful:
+            self.loader.__dict__["_iterator"] = None  # ends its workers, which have read ahead
+        return self._begin_pass(epoch, self.put_back_generators)
+
+    def _next(self, iterator: Iterator[Any]) -> Any:
+        """The next batch of the pass; `_END` if there is none."""
+        if self._again_now:
+            kept = self._again_now.popleft()
+            rng.put_back(kept.states["rng"])
+            self._generators_then = kept.states["generators"]
+            self._handed_out = kept.number
+            return handed_out_again(kept)
+        self._generators_then = None
+        batch = next(iterator, _END)
+        if batch is not _END:
+            self._handed_out += 1
+            if self._kept is not None:
+                self._kept.add(batch, self._handed_out, self._random_states())
+        return batch
 
     @property
     def index(self) -> int:
@@ -286,6 +363,8 @@ class DataPosition:
         return generators_within([("loader", self.loader)])
 
     def _generator_states(self) -> dict[str, Any]:
+        if self._generators_then is not None:
+            return self._generators_then
         return {name: rng.generator_bytes(g) for name, g in self._generators().items()}
 
     def _set_generators(self, states: dict[str, Any]) -> None:

@@ -277,9 +277,13 @@ def ready_order(ddp: DistributedDataParallel) -> tuple[list[int] | None, bool]:
     return (sorted(range(len(times)), key=times.__getitem__) if any(times) else None), False
 
 
-def is_needed(ddp: DistributedDataParallel) -> bool:
+def is_needed(ddp: DistributedDataParallel, *, may_stay: bool = False) -> bool:
+    """Whether the order of gradients is recorded.
+
+    With `may_stay`, also for 2 ranks: a rank that stays must have the buckets of a new rank.
+    """
     world_size = torch.distributed.get_world_size(ddp.process_group)
-    return world_size >= _MATTERS_FROM and not ddp.find_unused_parameters
+    return world_size >= (2 if may_stay else _MATTERS_FROM) and not ddp.find_unused_parameters
 
 
 def warm_buckets(ddp: DistributedDataParallel, order: list[int]) -> None:

@@ -17,6 +17,8 @@ Hook = Callable[..., None]
 """A function that torch calls in each optimizer step. It must return None, because torch would use
 a result as new arguments."""
 
+_OF_CAPTURE = ("capture", "memory", "value", "device memory", "numerical anomaly", "overwritten")
+
 _SHOWN, _NOT_SHOWN = "UNPROTECTED", "under ftrun, this script would be UNPROTECTED"
 
 _log = logging.getLogger(__name__)
@@ -72,6 +74,13 @@ class UnprotectedReasons:
                 self.add_bug(hook.__qualname__, error)
 
         return call
+
+    def start_again(self) -> None:
+        """Show the reasons on another page, without those of the snapshots before it."""
+        with self._lock:
+            for key in _OF_CAPTURE:
+                self._reasons.pop(key, None)
+            self._publish()
 
     def remove(self, key: str) -> None:
         with self._lock:

@@ -2,7 +2,9 @@
 
 Arguments: folder for the losses, steps or epochs, then switches: ddp, fsdp, workers, persistent,
 stateful, epochs, late-ddp, batchnorm, accumulate, amp, two-devices, an option of AdamW (foreach,
-fused, capturable), die=STEP (SIGKILL after that number of iterations of this process).
+fused, capturable), die=STEP (SIGKILL after that number of iterations of this process), and
+kill=RANK:STEP:PLACE (SIGKILL of a rank in a step, once in a run; PLACE is forward, backward,
+optimizer, or end).
 
 The training is on torch's default device.
 """
@@ -11,6 +13,7 @@ import os
 import random
 import signal
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -111,7 +114,7 @@ class Training:
         if is_late:
             self.model = in_ddp(self.plain)
 
-    def step(self, batch: list[torch.Tensor]) -> torch.Tensor:
+    def step(self, batch: list[torch.Tensor], reach: Callable[[str], None]) -> torch.Tensor:
         is_odd = self.session.step % 2 == 1
         if not (self.accumulates and is_odd):
             self.optimizer.zero_grad()
@@ -119,12 +122,33 @@ class Training:
         noise = random.random() * 1e-3 + np.random.rand() * 1e-3
         with torch.autocast(self.kind, torch.bfloat16, enabled=self.is_mixed):
             loss = nn.functional.mse_loss(self.model(x + noise), y)
+        # The gradients of the last layers are being reduced then.
+        hook = next(iter(self.plain.parameters())).register_hook(lambda _: reach("backward"))
+        reach("forward")
         self.scaler.scale(loss).backward()
+        hook.remove()
         if not self.accumulates or is_odd:
             self.scaler.step(self.optimizer)
             self.scaler.update()
+            reach("optimizer")
             self.scheduler.step()
         return loss
+
+
+def killed_at(switches: set[str], folder: Path, rank: int, step: int) -> Callable[[str], None]:
+    """Returns a function that is called at each place of a step."""
+    orders = [one[5:].split(":") for one in switches if one.startswith("kill=")]
+    wanted = {place for r, s, place in orders if (int(r), int(s)) == (rank, step)}
+
+    def reach(place: str) -> None:
+        if place in wanted:
+            try:
+                (folder / f"killed.{rank}.{step}").touch(exist_ok=False)
+            except FileExistsError:
+                return
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    return reach
 
 
 def main() -> None:
@@ -141,11 +165,14 @@ def main() -> None:
     with (folder / f"loss.{rank}.{session.generation}").open("w", buffering=1) as log:
         for _epoch in session.epochs(total):
             for batch in session.batches(training.loader):
-                loss = training.step(batch)
-                log.write(f"{session.step + 1} {loss.item().hex()}\n")
-                turns += 1
-                if turns == die_after:
-                    os.kill(os.getpid(), signal.SIGKILL)
+                with session.guard():
+                    reach = killed_at(switches, folder, rank, session.step)
+                    loss = training.step(batch, reach)
+                    log.write(f"{session.step + 1} {loss.item().hex()}\n")
+                    turns += 1
+                    if turns == die_after:
+                        os.kill(os.getpid(), signal.SIGKILL)
+                    reach("end")
     tensors = training.plain.state_dict().values()
     state = [one.to_local() if hasattr(one, "to_local") else one for one in tensors]
     torch.save([session.step, [one.cpu() for one in state]], folder / f"end.{rank}.pt")
