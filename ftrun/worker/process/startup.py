@@ -92,7 +92,6 @@ def _wait(
         data, fds = b"", list[int]()
         with contextlib.suppress(OSError):
             orders.send(answer)
-            orders.send(answer)
         prepare()
         with contextlib.suppress(OSError):
             data, fds, _, _ = socket.recv_fds(orders, MAX_ORDER_BYTES, MAX_ORDER_FDS)
