@@ -88,7 +88,8 @@ def install(*, started_with: dict[str, str], bound_with: dict[str, str] | None =
     graph_captures.observe(context.page, after_step)
     _time_init_group(context)
     _time_device(context.page)
-    early_restore.begin(context)
+    if not context.launch.rehearses:  # the rank that runs writes to the arena
+        early_restore.begin(context)
     if "fault" in context.launch.descriptors:
         from ftrun.worker.process import in_process_faults as inner_faults
 

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 
 from ftrun import clock
-from ftrun.errors import ShapeChanged, SnapshotCorrupt
+from ftrun.errors import ShapeChanged, SnapshotCorrupt, SnapshotError
 from ftrun.ids import Version
 from ftrun.snapshot.boxes import Shape
 from ftrun.snapshot.layout import LayoutEntry
@@ -142,6 +142,8 @@ def arena_with(wanted: Version, context: WorkerContext, link: WorkerSmpClient) -
         if arena.find(wanted) is not None:
             return arena
         arena.close()
+    if context.launch.rehearses:
+        raise SnapshotError(f"{wanted} is not in the memory of rank {context.rank} any more")
     return Arena(link.await_restored(wanted), writable=True)
 
 

@@ -41,6 +41,7 @@ from ftrun.worker.restore.loader import saved_part
 from ftrun.worker.survivors.groups import ProcessGroups
 from ftrun.worker.survivors.guard import CONFIRM_S, is_of_broken_connection
 from ftrun.worker.survivors.line import AgentLine
+from ftrun.worker.survivors.rehearsal import read_newest
 from ftrun.worker.survivors.set_up import SetUp
 
 if TYPE_CHECKING:
@@ -71,7 +72,8 @@ class StayingProcess:
         launch = context.launch
         self.groups = ProcessGroups()
         is_alone = launch.joins or launch.rehearses
-        self.set_up = SetUp(self.groups, partial(saved_part, context, SET_UP) if is_alone else None)
+        load = partial(read_newest, context, partial(saved_part, context, SET_UP))
+        self.set_up = SetUp(self.groups, load if is_alone else None)
         self.line = AgentLine(launch.descriptors["line"], context.page, self.groups.abort)
         self._context = context
         self._variables = dict(os.environ)
