@@ -6,14 +6,17 @@ Runs in the main thread, inside torch's launcher.
 import logging
 import signal
 from contextlib import suppress
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ftrun import clock
 from ftrun.agent.launch.elastic import FtrunElasticAgent
+from ftrun.agent.launch.parking import RankParking, parked_ranks
 from ftrun.agent.report import NodeReporter
 from ftrun.agent.snapshots.smp_client import UnconfirmedCommands
 from ftrun.errors import ExitCode, PeerError, SnapshotError
 from ftrun.membership.events import GenerationInstalled, PlanPersisted, Quiesced, RanksStuck
+from ftrun.records.recovery import RanksParked
 from ftrun.records.run import RanksStuckRecord
 from ftrun.recovery import commands
 from ftrun.wire.cluster.generation import GenerationPlan
@@ -161,6 +164,20 @@ class CommandExecutor:
         self._stopped_s = clock.now_s()
         self.report_stuck()
 
+    def _park(self, command: commands.Quiesce) -> RankParking | None:
+        """Park the ranks that may stay; None if there are none, because none has started."""
+        run = self._run
+        if not run.workers.handles:
+            return None
+        run.rank_observer.observe([])
+        self._failed_s = self.noticed_s
+        parking = run.workers.park(failed=command.failed)
+        self._stopped_s = clock.now_s()
+        ranks = tuple(handle.slot.rank for handle in run.workers.parked)
+        run.journal.write(RanksParked(parking.generation, ranks, tuple(parking.notes)))
+        self.report_stuck()
+        return parking
+
     def report_stuck(self) -> None:
         """Report ranks that survive SIGKILL to the leader; cheap if there are none."""
         run = self._run
@@ -178,14 +195,22 @@ class CommandExecutor:
         run = self._run
         if run.workers.alive():
             run.journal.write(commands.KillWorkers(command.reason))
-        self._kill()
+        parking = self._park(command) if command.stay else None
+        if parking is None:
+            self._kill()
         zygote, fault = run.workers.starter.zygote, self._report.troubles.fault
         if zygote is not None and fault:
             zygote.unbind(fault)  # the fault may have damaged the contexts of standbys too
         run.publish_status()
         run.generations.is_over = True
         holdings, store_port, smp_port = run.maintenance.holdings()
-        run.control_loop.post(Quiesced(command.generation, holdings, store_port, smp_port))
+        found = Quiesced(command.generation, holdings, store_port, smp_port)
+        if parking is not None:
+            parked = parked_ranks(run.workers.handles)
+            found = replace(
+                found, parked=parked, parked_in=parking.generation, stay_problem=parking.problem
+            )
+        run.control_loop.post(found)
 
     def _install(self, plan: GenerationPlan) -> None:
         run = self._run
@@ -225,9 +250,9 @@ class CommandExecutor:
         """Seconds that it took."""
         run = self._run
         run.device_memory.before_start()
-        if not run.workers.used_device:
-            return 0.0
-        run.workers.used_device = False
+        if not run.workers.used_device or run.workers.starter.parked:
+            return 0.0  # the ranks that stay use the devices
+        run.workers.device_awaited()
         zygote = run.workers.starter.zygote
         holds_device = zygote is not None and zygote.holds_device
         return run.device_memory.wait(since_s=self._stopped_s, standbys_use_it=holds_device)

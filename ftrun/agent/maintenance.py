@@ -224,7 +224,9 @@ class Maintenance:
         """Ranks may leave processes behind all the time, which become children of this agent."""
         if now_s > self._reap_due_s:
             self._reap_due_s = now_s + REAP_EVERY_S
-            known = [handle.child for handle in self._run.workers.handles]
+            workers = self._run.workers
+            ranks = [*workers.handles, *workers.starter.parked.values()]
+            known = [handle.child for handle in ranks]
             zygote = self._zygote.children if self._zygote is not None else []
             reap_strangers([*known, *zygote, *self._run.smp.children])
 
@@ -257,6 +259,8 @@ class Maintenance:
             self._zygote.bind(len(pages))
 
     def _report_no_progress(self, now_s: float, limit_s: float) -> None:
+        if self._run.generations.is_over:
+            return  # its ranks are dead or parked
         for slot in self._run.workers.slots:
             heartbeat_ns = slot.page.get(HeartbeatField.HEARTBEAT_NS)
             if not heartbeat_ns:

@@ -83,9 +83,10 @@ class NodeReporter:
         # previous commit. In the other order, an old commit could be paired with a new seal.
         sealed = workers.sealed()
         runs = bool(workers.handles) and generations.is_member
+        is_running = any(one.parked is None for one in workers.alive())
         return Heartbeat(
             generation=generations.number if runs else -1,
-            state="held" if workers.is_suspended else "running" if workers.alive() else "idle",
+            state="held" if workers.is_suspended else "running" if is_running else "idle",
             step=progress.step,
             steps_here=progress.steps_here,
             attached=progress.attached,
@@ -125,6 +126,7 @@ class NodeReporter:
             file_warning=smp.files.warning,
             persisted=smp.persisted,
             persist_step=most(workers.pages, HeartbeatField.PERSIST_STEP),
+            stay_problem=workers.stay_problem(),
         )
 
     def _held_versions(self, now_s: float) -> tuple[HeldVersion, ...]:

@@ -80,6 +80,14 @@ class RestartConfig(_Section, frozen=True, kw_only=True):
     same_cause_limit: Annotated[int, _meta(
         "after this many failures of the same cause without progress, the run ends with 93",
         ge=1)] = 3
+    survivors: Annotated[Literal["off", "on"], _meta(
+        "on: if a rank or a node fails, ranks inside session.guard() keep their processes, and "
+        "only the others start anew; off: all ranks start anew")] = "off"
+    max_renewals: Annotated[int, _meta(
+        "restarts through which one process may stay; then all ranks start anew", ge=1)] = 16
+    park_s: Annotated[float, _meta(
+        "a rank that may stay and does not stop its turn within this time is replaced too",
+        gt=0, le=8)] = 5.0
 
 
 class StopConfig(_Section, frozen=True, kw_only=True):

@@ -165,6 +165,10 @@ class Ballot:
     promise itself is removed if its node is lost."""
     lives: dict[Electorate, str] = field(default_factory=dict)
     """The run in which each voter set decides; none for the voters of a first generation."""
+    stay: bool = False
+    """Its voters park the ranks that may stay."""
+    failed: set[int] = field(default_factory=set)
+    """Ranks that do not stay."""
 
     def take_promise(self, promise: Promise) -> None:
         self.promises[promise.card.node_id] = promise

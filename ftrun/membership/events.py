@@ -14,7 +14,7 @@ from ftrun.wire.cluster.generation import (
     NodeCard,
     VersionPair,
 )
-from ftrun.wire.cluster.membership import Heartbeat
+from ftrun.wire.cluster.membership import Heartbeat, ParkedRank
 from ftrun.wire.cluster.messages import AnyClusterMessage
 from ftrun.wire.messages.smp import Inventory
 
@@ -58,12 +58,17 @@ class MessageReceived:
 
 @dataclass(frozen=True, slots=True)
 class Quiesced:
-    """The workers of this node are dead; `holdings` is what the node holds."""
+    """The workers of this node are dead or parked; `holdings` is what the node holds."""
 
     generation: int
     holdings: Inventory
     store_port: int
     smp_port: int
+    parked: tuple[ParkedRank, ...] = ()
+    parked_in: int = -1
+    """The generation that they have run."""
+    stay_problem: str = ""
+    """Why none of them may stay; empty: there is no such reason."""
 
 
 @dataclass(frozen=True, slots=True)

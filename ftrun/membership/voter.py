@@ -4,8 +4,9 @@ Runs in:  every agent, the leader's included. Pure.
 Takes in: the messages of a ballot, and the leader's heartbeats.
 Gives:    answers, and commands for the executor of this node.
 
-Rule 1: a promise is given only after the workers of this node are dead. If a majority has promised
-        a generation, no majority of the last generation is running.
+Rule 1: a promise is given only after the workers of this node are dead or parked: a parked one
+        neither communicates nor seals. If a majority has promised a generation, no majority of the
+        last generation is running.
 Rule 2: an agent that receives from its leader promises no other proposer. An agent that is cut off
         from the leader alone must not end a healthy generation.
 Rule 3: an order of a leader counts only for the generation it names. An agent that has promised a
@@ -204,7 +205,7 @@ class Voter:
         self._prepare = (sender, body)
         if is_new:
             self._quiesced = self._adopted = None
-            return [Quiesce(body.generation, body.reason)]
+            return [Quiesce(body.generation, body.reason, body.stay, body.failed)]
         return self._promise()
 
     def quiesced(self, event: Quiesced) -> list[Command]:
@@ -231,6 +232,9 @@ class Voter:
             smp_port=self._quiesced.smp_port,
             fitness=self.fitness,
             life=accepted.life if accepted is not None else "",
+            parked=self._quiesced.parked,
+            parked_in=self._quiesced.parked_in,
+            stay_problem=self._quiesced.stay_problem,
         )
         return [Send(sender, answer)]
 

@@ -27,6 +27,14 @@ class GenerationChosen(Note, frozen=True, tag="generation_chosen"):
     skip_batches: int = 0  # batches that its ranks leave out
 
 
+class RanksStayed(Note, frozen=True, tag="ranks_stayed"):
+    """After a failure, these ranks keep their processes; without any, the text has the reason."""
+
+    generation: Whole
+    staying: tuple[Whole, ...]
+    started: tuple[Whole, ...]  # ranks that start anew
+
+
 class VotersChanged(Note, frozen=True, tag="voters_changed"):
     """Other nodes decide about the next generation."""
 

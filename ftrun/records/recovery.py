@@ -10,6 +10,14 @@ class KillWorkers(ReasonRecord, frozen=True, tag="workers_killed"):
     """Kill every worker of this generation at once."""
 
 
+class RanksParked(Record, frozen=True, tag="ranks_parked"):
+    """After a failure, these ranks of this node are parked; the others were killed."""
+
+    generation: Whole  # that is over
+    ranks: tuple[Whole, ...]
+    notes: tuple[str, ...] = ()  # why ranks that were asked to park did not
+
+
 class RequestFinalSnapshot(ReasonRecord, frozen=True, tag="final_snapshot_requested"):
     """Order every rank to take a snapshot at the same next boundary, and to wait there."""
 
@@ -81,6 +89,7 @@ class GenerationStartedRecord(ReasonRecord, frozen=True, tag="generation_started
     restored: Version | None
     pids: tuple[Whole, ...]
     ranks: tuple[Whole, ...] = ()
+    staying: tuple[Whole, ...] = ()  # ranks whose processes are those of the last generation
 
 
 class Recovered(Record, frozen=True, tag="recovered"):

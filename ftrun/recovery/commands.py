@@ -33,6 +33,10 @@ class StartGeneration:
     """Restart all workers from the newest restore point."""
 
     reason: str
+    stay: bool = False
+    """Ranks that may keep their processes do so."""
+    failed: tuple[int, ...] = ()
+    """Ranks that are at fault, and may be alive: they are killed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,10 +58,14 @@ class ExcludeNode:
 
 @dataclass(frozen=True, slots=True)
 class Quiesce:
-    """Kill this node's workers and report what it holds. Answer: `Quiesced`."""
+    """Kill or park this node's workers, and report what it holds. Answer: `Quiesced`."""
 
     generation: int
     reason: str
+    stay: bool = False
+    """Ranks that may stay are parked."""
+    failed: tuple[int, ...] = ()
+    """Ranks that are killed with `stay` too."""
 
 
 @dataclass(frozen=True, slots=True)

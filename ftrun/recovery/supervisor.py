@@ -249,7 +249,7 @@ class Supervisor:
         pause_s = self._pause_s()
         if pause_s <= 0:
             self.state = SupervisorState.STARTING
-            return [KillWorkers(cause.text), StartGeneration(reason)]
+            return [KillWorkers(cause.text), _start(reason, cause)]
         self.state = SupervisorState.BACKING_OFF
         self._deadline_s = now_s + pause_s
         self._resume_reason = (
@@ -261,7 +261,7 @@ class Supervisor:
         self.restarts += 1
         self._without_progress = 0
         self.state = SupervisorState.STARTING
-        return [KillWorkers(cause.text), command, StartGeneration(command.text)]
+        return [KillWorkers(cause.text), command, _start(command.text, cause)]
 
     def _restart_in_place(self, cause: WorkerExit, node_id: str, fault: str) -> str:
         missing = "the state is not protected" if self.placement.can_replace else "no spare is free"
@@ -384,6 +384,13 @@ class Supervisor:
     def _end(self, command: EndRun) -> list[SupervisorCommand]:
         self.state = SupervisorState.ENDED
         return [command]
+
+
+def _start(reason: str, cause: WorkerExit) -> StartGeneration:
+    """After a numerical anomaly, the processes hold wrong values, and none of them stays."""
+    may_live = cause.kind in (ExitKind.HUNG, ExitKind.SKIPPED)
+    stay = cause.kind is not ExitKind.NUMERICAL_ANOMALY
+    return StartGeneration(reason, stay, (cause.rank,) if may_live else ())
 
 
 def _own_code(cause: WorkerExit) -> int:

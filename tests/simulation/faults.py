@@ -56,6 +56,9 @@ class Faults:
         if simulation.scenario.mode == "safety":
             self._kinds.append((1, self.ask_stop))
 
+    def add_kind(self, weight: int, kind: "Callable[[Node], None]") -> None:
+        self._kinds.append((weight, kind))
+
     def begin(self) -> None:
         scenario = self.simulation.scenario
         span_s = scenario.faults_end_s - _FIRST_S

@@ -11,6 +11,9 @@ never back       a generation starts from nothing older than that, unless its pl
 departures       a draining node ends when the run no longer needs its state
 fences           a message of an older generation changes nothing
 fit              a node that fails its check gets no ranks
+survivors        a parked rank makes no step and no seal; a generation that names survivors starts
+                 with just these processes, which have made the last step; the next one names none
+                 if it fails before its first step
 budget           restarts are counted across leaders, and stay within their limit
 """
 
@@ -86,6 +89,9 @@ class Invariants:
         self.committed_s = -1.0
         """Time of the last commit on any node."""
         self.exits: list[tuple[str, do.EndRun]] = []
+        self._stepped: dict[int, tuple[int, int]] = {}
+        """By rank: the generation of its last step, and the number of its process."""
+        self._processes: set[int] = set()
         self._leads: dict[int, str] = {}
         self._resolved: dict[int, int] = {}
         self._started: dict[int, Version | None] = {}
@@ -151,7 +157,8 @@ class Invariants:
                 self.fail(f"{first} and {sender} are both obeyed in generation {body.generation}")
 
     def _promises(self, node: "Node") -> None:
-        if node.ranks is not None and node.ranks.are_alive:
+        ranks = node.ranks
+        if ranks is not None and ranks.are_alive and not ranks.is_parked:
             self.fail(f"{node.node_id} promises while its ranks live")
 
     def _announces(self, plan: GenerationPlan) -> None:
@@ -189,6 +196,8 @@ class Invariants:
                 self._unknown_to(plan, previous, node)
                 if self.is_second_run:
                     return
+            if plan.staying and self.step_generation != previous.generation:
+                self.fail(f"generation {plan.generation} has survivors of one without a step")
             self._check_restore(plan, previous)
             self._continues_without(plan, previous)
             self._check_budget(plan, previous)
@@ -373,12 +382,32 @@ class Invariants:
         if state != should_be:
             self.fail(f"{node.node_id} has read {version}, and it is not what was sealed")
 
+    def started(self, ranks: Ranks) -> None:
+        """A node starts its ranks, in new processes or in parked ones."""
+        plan, processes, node_id = ranks.plan, ranks.processes, ranks.node.node_id
+        is_known = processes.number in self._processes
+        self._processes.add(processes.number)
+        for rank in ranks.locals:
+            stays = rank in plan.staying
+            if stays != is_known:
+                self.fail(
+                    f"rank {rank} stays: {stays}; its process on {node_id} is new: {not is_known}"
+                )
+            if stays and self._stepped.get(rank) != (self.step_generation, processes.number):
+                self.fail(f"rank {rank} stays in a process that has not made the last step")
+        limit = self.simulation.scenario.settings.profile.restart.max_renewals
+        restored = plan.restore[1] if plan.restore is not None else -1
+        if is_known and not (processes.renewals <= limit and restored >= processes.first_step):
+            self.fail(f"{node_id} starts {plan.restore} with {processes}")
+
     def step_made(self, group: Group, members: list[Ranks]) -> None:
         generation = group.plan.generation
         self.steps += 1
         for ranks in members:
-            if not ranks.can_move:
+            if not ranks.can_move or ranks.is_parked:
                 self.fail(f"a rank of {ranks.node.node_id} that cannot move has made a step")
+            for rank in ranks.locals:
+                self._stepped[rank] = (generation, ranks.processes.number)
         if generation < self.step_generation:
             self.fail(
                 f"generation {generation} makes a step after generation {self.step_generation}"

@@ -440,7 +440,8 @@ class SimulatedExecutor:
         self.wants_ranks = False
         self._queue: deque[do.NodeCommand] = deque()
         self._is_busy = False
-        self._awaits_boundary = False
+        self._awaits_boundary = self._is_parking = False
+        self._stay_problem = ""
         self._reported: tuple[object, ...] = ()
         self._step_reported = -1
         self._unconfirmed = UnconfirmedCommands()
@@ -479,9 +480,12 @@ class SimulatedExecutor:
         delay_s = 0.001
         match command:
             case do.Quiesce():
-                if not self.node.is_stuck:
+                parks_s = self._revoke(command)
+                self._is_parking = parks_s is not None
+                self._stay_problem = self.node.simulation.parking.problem(self.node.ranks)
+                if parks_s is None and not self.node.is_stuck:
                     self.node.end_ranks()
-                delay_s = 0.02 + 0.3 * self.random.random()
+                delay_s = (parks_s or 0.02) + 0.3 * self.random.random()
                 delay_s += max(0.0, self.node.stuck_until_s - self.node.world.now_s)
             case do.InstallGeneration(plan) if plan.restore is None and self._reads_checkpoint(
                 plan
@@ -490,6 +494,33 @@ class SimulatedExecutor:
             case do.InstallGeneration() | do.StartRanks():
                 delay_s = 0.01 + 0.1 * self.random.random()
         self.node.later(delay_s, self.agent.call, self._do, command)
+
+    def _revoke(self, command: do.Quiesce) -> float | None:
+        """Seconds until the ranks have parked; None: they end, or there are none."""
+        ranks = self.node.ranks
+        if not command.stay or ranks is None or not ranks.are_alive or self.plan is not ranks.plan:
+            return None
+        if any(rank in command.failed for rank in ranks.locals):
+            return None
+        if ranks.is_parked:
+            return 0.0
+        parks_s = self.node.simulation.parking.park_s(ranks)
+        if parks_s is not None:
+            ranks.are_suspended = False
+            ranks.revoke()
+        return parks_s
+
+    def _quiesced(self, command: do.Quiesce, smp: Smp) -> None:
+        node, parking = self.node, self.node.simulation.parking
+        ranks, more = node.ranks, dict[str, Any]()
+        if self._is_parking and ranks is not None and not ranks.is_parked:
+            parking.park(ranks)
+        if not self._is_parking:
+            node.end_ranks()
+        if command.stay:
+            more = {**parking.answer(node.ranks), "stay_problem": self._stay_problem}
+        self.wants_ranks, self.is_over = False, True
+        self.agent.think(Quiesced(command.generation, smp.inventory(), 29500, smp.port, **more))
 
     def _reads_checkpoint(self, plan: GenerationPlan) -> bool:
         simulation = self.node.simulation
@@ -504,10 +535,7 @@ class SimulatedExecutor:
             return
         match command:
             case do.Quiesce():
-                self.node.end_ranks()
-                self.wants_ranks, self.is_over = False, True
-                answer = Quiesced(command.generation, smp.inventory(), 29500, smp.port)
-                self.agent.think(answer)
+                self._quiesced(command, smp)
             case do.InstallGeneration():
                 self._adopt(command.plan, smp)
             case do.PersistPlan():
@@ -585,6 +613,8 @@ class SimulatedExecutor:
         if restored is None and self._reads_checkpoint(plan):
             restored, name, rejected = node.simulation.load_checkpoint(node, plan)
             problem = "" if restored is not None else "no checkpoint can be used"
+        if node.ranks is not None and not set(node.ranks.locals) <= {*plan.staying}:
+            node.end_ranks()
         smp.void_after(restored if restored is not None else NOTHING)
         node.restored_in[plan.generation] = restored
         self.plan, node.page = plan, Page(restored, as_version(plan.committed))
@@ -599,7 +629,13 @@ class SimulatedExecutor:
         node.memory.kept = (plan, True)
         self.wants_ranks = True
         group = node.simulation.group_of(plan)
-        node.ranks = Ranks(node, plan, group)
+        before, parking = node.ranks, node.simulation.parking
+        processes = parking.stays(node, before) if before is not None else parking.new_processes()
+        node.ranks = Ranks(node, plan, group, processes)
+        node.simulation.invariants.started(node.ranks)
+        if before is not None and not before.are_alive:
+            node.ranks.kill()  # a parked process has ended
+            node.ranks_ended(node.ranks, ExitKind.SIGNAL)
         node.ranks.are_suspended = self.agent.member.suspension.is_on
         self.renew_lease()
         self._restore()

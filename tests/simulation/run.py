@@ -24,6 +24,7 @@ from simulation.node import Agent, Node
 from simulation.probes import PathProbes
 from simulation.scenario import Scenario, draw
 from simulation.snapshots import as_version
+from simulation.survivors import Parking
 from simulation.training import Group, Ranks
 from simulation.witness import WitnessModel
 from simulation.world import Violation, World
@@ -105,6 +106,7 @@ class Simulation:
         """Nodes that compute wrong sums in a collective check."""
         self.probes: PathProbes | None = None
         """Path probes; None: nodes have one address, and no node probes."""
+        self.parking: Parking = Parking(self)
         self.witness: WitnessModel | None = None
         """The witness; None: the run has none."""
         self.nodes: list[Node] = []

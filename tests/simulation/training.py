@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from simulation.node import Node
     from simulation.run import Simulation
     from simulation.snapshots import Smp
+    from simulation.survivors import RankProcesses
 
 _STUCK_S = 0.25
 BEGINNING = 1
@@ -31,10 +32,13 @@ def next_state(state: int, generation: int, step: int) -> int:
 class Ranks:
     """The workers of one node in one generation."""
 
-    def __init__(self, node: "Node", plan: GenerationPlan, group: "Group") -> None:
+    def __init__(
+        self, node: "Node", plan: GenerationPlan, group: "Group", processes: "RankProcesses"
+    ) -> None:
         self.node = node
         self.plan = plan
         self.group = group
+        self.processes = processes
         self.are_alive = True
         self.are_suspended = False
         self.lease_s: float | None = None
@@ -45,7 +49,7 @@ class Ranks:
         self.first_step = 0
         self.stop_after = -1
         self.state = 0
-        self.has_finished = False
+        self.has_finished = self.is_revoked = False
         member = plan.member(node.node_id)
         assert member is not None
         self.locals = tuple(member.ranks)
@@ -68,6 +72,14 @@ class Ranks:
         return (min(steps), max(steps)) if steps else None
 
     @property
+    def has_stepped(self) -> bool:
+        return self.are_ready and self.step > self.first_step
+
+    @property
+    def is_parked(self) -> bool:
+        return self.processes.is_parked
+
+    @property
     def can_move(self) -> bool:
         if not self.are_alive or self.are_suspended or not self.node.is_running:
             return False
@@ -88,6 +100,10 @@ class Ranks:
         self.are_alive = False
         self.group.is_broken = True
 
+    def revoke(self) -> None:
+        """The groups of its processes are aborted, and its last seal is done or given up."""
+        self.group.is_broken = self.is_revoked = True
+
 
 class Group:
     """All ranks of one generation."""
@@ -103,6 +119,8 @@ class Group:
 
     def joined(self, ranks: Ranks) -> None:
         """The ranks of one node have their state."""
+        if not ranks.plan.is_of(self.plan):
+            self.simulation.invariants.fail(f"ranks of two plans join {self.plan.generation}")
         self.ranks[ranks.node.node_id] = ranks
         ranks.are_ready = True
         if len(self.ranks) == len(self.plan.members) and not self.is_going:
@@ -210,8 +228,10 @@ class Group:
         return is_free(ranks)
 
     def _seal(self, ranks: Ranks, arena: Arena, at: int, taken: Version, state: int) -> None:
-        if not ranks.are_alive:
+        if not ranks.are_alive or ranks.is_revoked:
             return
+        if ranks.is_parked:
+            self.simulation.invariants.fail(f"a parked rank of {ranks.node.node_id} seals")
         self.simulation.invariants.sealed(taken, state)
         arena.seal(taken, state, at)
         ranks.commit_wait.sealed(taken.step)

@@ -133,6 +133,9 @@ class GenerationRunner:
         self.checkpoint, self.rejected = "", {}
         self.plan, self.number, self._has_started = plan, plan.generation, False
         crash_point("agent.restart.decided")
+        self._workers.keep_parked(plan.staying)
+        if plan.staying:
+            crash_point("agent.renew.planned")
         self._restored = self._restore_point(plan)
         crash_point("agent.restart.voided")
         agent.close_generation()
@@ -162,19 +165,27 @@ class GenerationRunner:
         self._memory_s = memory_s
         agent.place_in(plan, self._node_id)
         agent.start_generation(plan.generation)
+        if plan.staying:
+            crash_point("agent.renew.started")
         self._workers.launched(agent)
         self._has_started = True
         crash_point("agent.restart.launched")
         if self.number > 0:
             start = str(self._restored) if self._restored is not None else "the beginning"
+            start += (
+                f"; ranks that stay: {len(plan.staying)} of {plan.world_size}"
+                if plan.staying
+                else ""
+            )
             _log.info("%s", self.announcements.beginning(plan.reason, self.number, start))
             decided_s = self._decided_s
             times = (noticed_s or decided_s, decided_s, stopped_s or decided_s, clock.now_s())
             self.restarts.append(Recovered(self.number, plan.reason, *times, self._restored))
-        ranks = tuple(int(handle.slot.rank) for handle in self._workers.handles)
+        pids, ranks = self._workers.pids(), [one.slot.rank for one in self._workers.handles]
+        staying = [rank for rank in ranks if rank in plan.staying]
         self._journal.write(
             GenerationStartedRecord(
-                plan.reason, self.number, self._restored, tuple(self._workers.pids()), ranks
+                plan.reason, self.number, self._restored, tuple(pids), tuple(ranks), tuple(staying)
             )
         )
         self._persist_state()
@@ -252,6 +263,7 @@ class GenerationRunner:
             snapshot=self._spec.profile.snapshot,
             num_nodes=len(plan.members),
             has_storage=self._spec.checkpoint_directory is not None,
+            joins=bool(plan.staying),
         )
 
     def _restore_point(self, plan: GenerationPlan) -> Version | None:

@@ -1,4 +1,4 @@
-"""Ends the processes that ranks have started, and waits until they have ended.
+"""Ends ranks and the processes that they have started, and waits until all have ended.
 
 Runs in the main thread. The agent is a subreaper, so it becomes the parent of each process whose
 own parent ends. A process that outlives its rank keeps device memory, ports and files.
@@ -15,26 +15,120 @@ Rule 3: if a rank died first, its children are found by its session, by the laun
 import contextlib
 import os
 import signal
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 
 import msgspec
 
-from ftrun import process_tree
-from ftrun.agent.launch.process import has_ended
+from ftrun import clock, process_tree
+from ftrun.agent.launch.process import ChildProcess, has_ended
+from ftrun.agent.launch.warm_start import WorkerHandle
 from ftrun.linux import open_device_files
-from ftrun.wire.messages.worker import decode_launch
+from ftrun.wire.messages.worker import LaunchRequest, decode_launch
 from ftrun.wire.run_environment import LAUNCH
+from ftrun.wire.shared_memory.pages import HeartbeatField
 
+KILL_WAIT_S = 20.0
+"""Shorter than the leader's wait for the answer of a node, `MembershipSettings.answer_s`, also with
+the longest `restart.park_s` before it."""
+
+_ORPHANS_WAIT_S = 1.0
+_POLL_AGAIN_S = 0.002
 _COMPONENTS = process_tree.PERSISTENT | {"ftrun-zygote", "ftrun-standby"}
 """Children of the agent that have no page of a rank; a read of memory maps takes milliseconds."""
+
+
+class RankEnding:
+    """Ends ranks, and remembers what does not end."""
+
+    def __init__(self, stuck_before: Collection[int] = ()) -> None:
+        """`stuck_before`: pids of processes that did not end under an earlier agent."""
+        self.used_device = False
+        """Ranks that were killed have used a device."""
+        self._stuck: list[ChildProcess] = []
+        """Processes that have not ended within `KILL_WAIT_S` of SIGKILL."""
+        self._stuck_before: list[tuple[int, int]] = []
+        """The same of an earlier agent: (pid, pidfd). Only the pidfds show their end."""
+        for pid in stuck_before:
+            with contextlib.suppress(OSError):
+                self._stuck_before.append((pid, os.pidfd_open(pid)))
+
+    def end(
+        self,
+        handles: Sequence[WorkerHandle],
+        *,
+        others_stay: bool = False,
+        give_up_s: float | None = None,
+    ) -> None:
+        """End these ranks, and every process that they have started.
+
+        What does not end hangs in the kernel with SIGKILL pending, so it runs no line of the script
+        any more.
+
+        Args:
+            others_stay: there are ranks that do not end.
+            give_up_s: the time at which to stop waiting; None: after `KILL_WAIT_S`.
+        """
+        page_fds = [handle.slot.request.descriptors["heartbeat"] for handle in handles]
+        numbers = [handle.slot.rank for handle in handles] if others_stay else None
+        trees = RankTrees([handle.pid for handle in handles], page_fds, numbers=numbers)
+        is_on_page = any(handle.slot.page.get(HeartbeatField.DEVICE_NS) for handle in handles)
+        self.used_device |= is_on_page or trees.use_device()
+        for handle in handles:
+            handle.child.signal_group(signal.SIGKILL)
+            handle.child.signal(signal.SIGKILL)
+        trees.kill_below()
+        give_up_s = clock.now_s() + KILL_WAIT_S if give_up_s is None else give_up_s
+        for handle in handles:
+            known = handle.child in self._stuck
+            if not known and not handle.child.wait(max(0.0, give_up_s - clock.now_s())):
+                handle.child.name = f"rank {handle.slot.rank}"
+                self._add(handle.child)
+        give_up_s = max(give_up_s, clock.now_s() + _ORPHANS_WAIT_S)
+        while left := trees.kill_all() - {child.pid for child in self._stuck}:
+            if clock.now_s() > give_up_s:
+                for pid in left:
+                    with contextlib.suppress(ProcessLookupError):
+                        self._add(ChildProcess(pid, "a process that a rank has started"))
+                break
+            clock.sleep(_POLL_AGAIN_S)
+        trees.close()
+
+    def _add(self, child: ChildProcess) -> None:
+        if files := open_device_files(child.pid):
+            child.name += f" with {', '.join(files)} open"
+        self._stuck.append(child)
+
+    def stuck(self) -> str:
+        """Processes that have not died of SIGKILL, in words; empty if there are none."""
+        self._stuck = [child for child in self._stuck if not child.reap()]
+        for pid, pidfd in [one for one in self._stuck_before if has_ended(one[1])]:
+            self._stuck_before.remove((pid, pidfd))
+            os.close(pidfd)
+        names = [f"{child.name} (pid {child.pid})" for child in self._stuck]
+        names += [f"an earlier rank (pid {pid})" for pid, _ in self._stuck_before]
+        if not names:
+            return ""
+        found = ", ".join(names)
+        return (
+            f"{found} has not died of SIGKILL: a device or a file system hangs in the kernel. This "
+            "node needs attention"
+        )
 
 
 class RankTrees:
     """The processes of some ranks: their trees before the kill, and orphans after it."""
 
-    def __init__(self, ranks: Collection[int], page_fds: Collection[int]) -> None:
+    def __init__(
+        self,
+        ranks: Collection[int],
+        page_fds: Collection[int],
+        *,
+        numbers: Collection[int] | None = None,
+    ) -> None:
+        """`ranks` are pids; `numbers` the ranks that end, None: all ranks of this agent end."""
         self._ranks = frozenset(ranks)
+        self._numbers = numbers
         self._pages: list[str] = []
         for fd in page_fds:
             with contextlib.suppress(OSError):  # closed, because the next generation is prepared
@@ -85,8 +179,11 @@ class RankTrees:
         yield from self._orphans
 
     def _has_started(self, pid: int) -> bool:
-        if process_tree.session_of(pid) in self._sessions or _agent_of(pid) == os.getpid():
+        if process_tree.session_of(pid) in self._sessions:
             return True
+        launch = _launch_of(pid)
+        if launch is not None and launch.agent_pid == os.getpid():
+            return self._numbers is None or launch.rank in self._numbers
         if process_tree.name_of(pid) in _COMPONENTS:
             return False
         with contextlib.suppress(OSError):  # it has ended
@@ -115,11 +212,11 @@ def _reap(pid: int) -> bool:
         return True
 
 
-def _agent_of(pid: int) -> int:
-    """Pid of the agent whose rank has started this process; 0 if no rank has started it."""
+def _launch_of(pid: int) -> LaunchRequest | None:
+    """The request of the rank that has started this process; None if no rank has started it."""
     for variable in process_tree.variables_of(pid):
         name, _, value = variable.partition(b"=")
         if name == LAUNCH.encode():
             with contextlib.suppress(msgspec.MsgspecError):
-                return decode_launch(value).agent_pid
-    return 0
+                return decode_launch(value)
+    return None

@@ -8,6 +8,7 @@ import errno
 import logging
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -18,11 +19,11 @@ from typing import IO, Any
 import msgspec
 
 from ftrun.agent.launch.process import ChildProcess, python_command, spawn
-from ftrun.agent.launch.zygote_client import ZygoteClient, ZygoteUnavailable
+from ftrun.agent.launch.zygote_client import ZygoteClient, ZygoteUnavailable, send_request
 from ftrun.errors import UsageError
 from ftrun.journal import Journal
 from ftrun.records.snapshots import FreshStartUsed
-from ftrun.wire.messages.worker import LaunchRequest, encode_launch
+from ftrun.wire.messages.worker import LaunchRequest, Parked, encode_launch
 from ftrun.wire.run_environment import LAUNCH
 from ftrun.wire.shared_memory.pages import HeartbeatField, SharedPage
 
@@ -38,6 +39,8 @@ class LaunchSlot:
 
     request: LaunchRequest
     page: SharedPage
+    line: socket.socket | None = None
+    """The agent's end of the rank's line; None: no rank may stay."""
 
     @property
     def rank(self) -> int:
@@ -57,13 +60,15 @@ class WorkerHandle:
     child: ChildProcess
     slot: LaunchSlot
     start: str
-    """`warm` or `fresh`."""
+    """`warm`, `fresh`, or `stayed`: the process is that of the last generation."""
     streams: list[IO[str]] = field(default_factory=list)
     stopped_since_s: float | None = None
     last_call: str | None = None
     """The newest collective of a stopped rank, in words; None: the observer has not read it."""
     killed_for_s: float | None = None
     exit_seen: bool = False
+    parked: Parked | None = None
+    """Its process is parked, and waits for another launch request."""
 
     @property
     def proc(self) -> "WorkerHandle":
@@ -77,22 +82,28 @@ class WorkerHandle:
     def state(self) -> str:
         if self.child.status is not None:
             return "finished" if self.child.status == 0 else "ended"
+        if self.parked is not None:
+            return "parked"
         if self.stopped_since_s is not None:
             return "stopped"
         return "running" if self.slot.page.get(HeartbeatField.FIRST_STEP_NS) else "starting"
 
     def poll(self) -> int | None:
+        """The exit status; 0 for a parked process, which torch must neither end nor await."""
         self.child.reap()
-        return self.child.status
+        return 0 if self.parked is not None else self.child.status
 
     def wait(self, timeout: float | None = None) -> int | None:
         """As Popen.wait."""
+        if self.parked is not None:
+            return 0
         if not self.child.wait(3600.0 if timeout is None else timeout):
             raise subprocess.TimeoutExpired("rank", timeout or 0.0)
         return self.child.status
 
     def close(self, death_sig: signal.Signals | None = None) -> None:
-        self.child.signal_group(death_sig or signal.SIGTERM)
+        if self.parked is None:
+            self.child.signal_group(death_sig or signal.SIGTERM)
         for stream in self.streams:
             stream.close()
         self.streams.clear()
@@ -140,6 +151,8 @@ class WorkerStarter:
     """Environment variables of all ranks, in addition to torch's."""
     slots: dict[int, LaunchSlot] = field(default_factory=dict)
     handles: dict[int, WorkerHandle] = field(default_factory=dict)
+    parked: dict[int, WorkerHandle] = field(default_factory=dict)
+    """Processes of the last generation that run the same local rank in this one."""
 
     def __call__(
         self,
@@ -155,10 +168,18 @@ class WorkerStarter:
         slot, argv = self.slots[local_rank_id], [str(arg) for arg in args]
         streams = [_log_file(path) if path else None for path in (stdout, stderr)]
         variables = {**os.environ, **env, **self.variables}
+        parked = self.parked.pop(local_rank_id, None)
+        if parked is not None:
+            request = _launch_request(slot.request, variables, streams, start="stayed")
+            handle = WorkerHandle(local_rank_id, _woken(parked, request), slot, "stayed")
+            return self._started(handle, streams)
         is_python = entrypoint == sys.executable and argv[:1] == ["-u"]
         child, reason = None, self._fresh_reason(entrypoint, is_python, numa_options)
         if not reason and self.zygote is not None:
-            request = _warm_request(slot.request, argv[1:], variables, streams)
+            request = _launch_request(slot.request, variables, streams, start="warm")
+            is_module = argv[1] == "-m"
+            words = argv[2:] if is_module else argv[1:]
+            request = msgspec.structs.replace(request, argv=words, is_module=is_module)
             try:
                 child = self.zygote.launch(request, local_rank_id)
             except ZygoteUnavailable as error:
@@ -176,9 +197,11 @@ class WorkerStarter:
                 streams=streams,
                 new_session=True,
             )
-        handle = WorkerHandle(local_rank_id, child, slot, start)
+        return self._started(WorkerHandle(local_rank_id, child, slot, start), streams)
+
+    def _started(self, handle: WorkerHandle, streams: Sequence[IO[str] | None]) -> WorkerHandle:
         handle.streams = [stream for stream in streams if stream is not None]
-        self.handles[local_rank_id] = handle
+        self.handles[handle.local_rank_id] = handle
         return handle
 
     def _fresh_reason(self, entrypoint: str, is_python: bool, numa_options: object) -> str:
@@ -189,26 +212,40 @@ class WorkerStarter:
         return "" if is_python else f"{entrypoint} is not this interpreter"
 
 
-def _warm_request(
+def _launch_request(
     request: LaunchRequest,
-    argv: list[str],
     variables: dict[str, str],
     streams: Sequence[IO[str] | None],
+    *,
+    start: str,
 ) -> LaunchRequest:
     stdout, stderr = (
         stream.fileno() if stream is not None else number
         for stream, number in zip(streams, (1, 2), strict=True)
     )
-    is_module = argv[0] == "-m"
     return msgspec.structs.replace(
         request,
-        start="warm",
+        start=start,
         descriptors={**request.descriptors, "stdout": stdout, "stderr": stderr},
-        argv=argv[1:] if is_module else argv,
-        is_module=is_module,
         variables=variables,
         cwd=os.getcwd(),
     )
+
+
+def _woken(parked: WorkerHandle, request: LaunchRequest) -> ChildProcess:
+    """The parked process, with its launch request.
+
+    If it cannot get the request it is killed, and the generation fails as by any death of a rank.
+    """
+    child, line = parked.child, parked.slot.line
+    assert line is not None
+    child.signal_group(signal.SIGCONT)  # it may have been stopped while it was parking
+    try:
+        send_request(line, encode_launch(request), list(request.descriptors.values()))
+    except (OSError, UnicodeEncodeError) as error:
+        _log.warning("rank %d cannot stay: %s", request.rank, error)
+        child.signal_group(signal.SIGKILL)
+    return child
 
 
 def _fresh_command(entrypoint: str, argv: list[str], *, is_python: bool) -> list[str]:

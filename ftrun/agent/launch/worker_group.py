@@ -4,7 +4,8 @@ Runs in the main thread. Pages and error files outlive their worker, and are rea
 """
 
 import os
-from collections.abc import Mapping, Sequence
+import socket
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from queue import SimpleQueue
@@ -14,8 +15,8 @@ import msgspec
 
 from ftrun import clock, events, process_tree
 from ftrun.agent.launch.elastic import FtrunElasticAgent
-from ftrun.agent.launch.process import ChildProcess, has_ended
-from ftrun.agent.launch.rank_trees import RankTrees
+from ftrun.agent.launch.parking import RankParking
+from ftrun.agent.launch.rank_trees import KILL_WAIT_S, RankEnding
 from ftrun.agent.launch.warm_start import LaunchSlot, WorkerHandle, WorkerStarter
 from ftrun.agent.observe.evidence import (
     EndedRank,
@@ -28,11 +29,11 @@ from ftrun.agent.observe.recorder_dumps import DUMPS, has_nccl_devices, recorder
 from ftrun.agent.snapshots.smp_client import AgentSmpClient
 from ftrun.config.run_spec import RunSpec
 from ftrun.ids import Rank, Step, Version
-from ftrun.linux import open_device_files
 from ftrun.monitor.page_values import quantile_s
 from ftrun.monitor.worker_exits import ExitFacts, explain
 from ftrun.wire.cluster.generation import VersionPair
 from ftrun.wire.cluster.membership import RankReport
+from ftrun.wire.crash_points import crash_point
 from ftrun.wire.fault_orders import FaultPages
 from ftrun.wire.messages.worker import LaunchRequest
 from ftrun.wire.run_environment import GENERATION, RUN_ID
@@ -46,11 +47,6 @@ from ftrun.wire.shared_memory.pages import (
     stacks,
 )
 
-KILL_WAIT_S = 20.0
-"""Shorter than the leader's wait for the answer of a node: `MembershipSettings.answer_s`."""
-
-_ORPHANS_WAIT_S = 1.0
-_POLL_AGAIN_S = 0.002
 AWAY_S = 2.0
 """Longer than any turn of the loop takes while the machine runs."""
 
@@ -79,15 +75,7 @@ class WorkerGroup:
         self.is_suspended = False
         self.awaits_boundary = False
         """The ranks were asked for a final snapshot, and wait at its boundary."""
-        self.used_device = False
-        """Ranks that were killed have used a device since its memory was last awaited."""
-        self._stuck: list[ChildProcess] = []
-        """Processes that have not ended within `KILL_WAIT_S` of SIGKILL."""
-        self._stuck_before: list[tuple[int, int]] = []
-        """The same of an earlier agent: (pid, pidfd). Only the pidfds show their end."""
-        for pid in stuck_pids:
-            with suppress(OSError):
-                self._stuck_before.append((pid, os.pidfd_open(pid)))
+        self._ends = RankEnding(stuck_pids)
         self._polled_s = clock.now_s()
         self.unused_fds: SimpleQueue[int] = SimpleQueue()
         """Stack files of ranks that have ended; the thread that writes to them closes them."""
@@ -127,7 +115,9 @@ class WorkerGroup:
             self.commands.set(CommandField.RETAINED_GENERATION, kept[0])
             self.commands.set(CommandField.RETAINED_STEP, kept[1])
         self.starter.slots = {
-            local: self._slot(msgspec.structs.replace(request, rank=Rank(rank)))
+            local: self._slot(
+                msgspec.structs.replace(request, rank=Rank(rank)), self.starter.parked.get(local)
+            )
             for local, rank in enumerate(ranks)
         }
         self.starter.variables = {
@@ -144,61 +134,59 @@ class WorkerGroup:
         self.starter.handles = {}
 
     def launched(self, agent: FtrunElasticAgent) -> None:
-        self._close_arenas()
+        self._close_given()
         self._error_files = dict(agent.error_files)
         with suppress(OSError):  # a full disk costs the second of two signs
             process_tree.note_sessions(self._smp.folder.path, self.pids())
 
     def kill(self) -> str:
-        """End every worker, and every process that a worker has started; return what is stuck.
-
-        It hangs in the kernel with SIGKILL pending, so it runs no line of the script any more.
-        """
-        page_fds = [handle.slot.request.descriptors["heartbeat"] for handle in self.handles]
-        trees = RankTrees(self.pids(), page_fds)
-        is_on_page = any(page.get(HeartbeatField.DEVICE_NS) for page in self.pages)
-        self.used_device |= is_on_page or trees.use_device()
-        for handle in self.handles:
-            handle.child.signal_group(SIGKILL)
-            handle.child.signal(SIGKILL)
-        trees.kill_below()
-        give_up_s = clock.now_s() + KILL_WAIT_S
-        for handle in self.handles:
-            known = handle.child in self._stuck
-            if not known and not handle.child.wait(max(0.0, give_up_s - clock.now_s())):
-                handle.child.name = f"rank {handle.slot.rank}"
-                self._add_stuck(handle.child)
-        give_up_s = max(give_up_s, clock.now_s() + _ORPHANS_WAIT_S)
-        while left := trees.kill_all() - {child.pid for child in self._stuck}:
-            if clock.now_s() > give_up_s:
-                for pid in left:
-                    with suppress(ProcessLookupError):
-                        self._add_stuck(ChildProcess(pid, "a process that a rank has started"))
-                break
-            clock.sleep(_POLL_AGAIN_S)
-        trees.close()
+        """End every worker, and every process that a worker has started; return what is stuck."""
+        self._ends.end([*self.handles, *self.starter.parked.values()])
+        self.starter.parked = {}
         return self.stuck()
 
-    def _add_stuck(self, child: ChildProcess) -> None:
-        if files := open_device_files(child.pid):
-            child.name += f" with {', '.join(files)} open"
-        self._stuck.append(child)
+    def park(self, *, failed: Collection[int]) -> RankParking:
+        """Park the ranks that may stay; end the others, and all that they have started.
+
+        Args:
+            failed: ranks that do not stay.
+        """
+        limit_s = self._spec.profile.restart.park_s
+        parking = RankParking(self.generation, limit_s=limit_s)
+        give_up_s = clock.now_s() + limit_s + KILL_WAIT_S
+        parking.ask(self.handles, failed=failed)
+        crash_point("agent.renew.revoked")
+        staying = [*self.parked, *parking.asked]
+        ended = [one for one in self.handles if one not in staying]
+        self._ends.end(ended, others_stay=bool(staying), give_up_s=give_up_s)
+        if parking.asked and self.is_suspended:
+            self.suspend(False)  # their lease has expired, so they park and make no step
+        parking.wait()
+        if ended := [one for one in parking.asked if one.parked is None]:
+            self._ends.end(ended, others_stay=bool(self.parked), give_up_s=give_up_s)
+        crash_point("agent.renew.parked")
+        return parking
+
+    def keep_parked(self, ranks: Collection[int]) -> None:
+        """Keep the parked processes of these ranks for the next generation, and end the others."""
+        kept = [one for one in self.parked if one.slot.rank in ranks]
+        if ended := [one for one in self.parked if one not in kept]:
+            self._ends.end(ended, others_stay=bool(kept))
+        for handle in kept:
+            handle.close()  # the files of its last generation
+        self.starter.parked = {handle.local_rank_id: handle for handle in kept}
 
     def stuck(self) -> str:
         """Processes that have not died of SIGKILL, in words; empty if there are none."""
-        self._stuck = [child for child in self._stuck if not child.reap()]
-        for pid, pidfd in [one for one in self._stuck_before if has_ended(one[1])]:
-            self._stuck_before.remove((pid, pidfd))
-            os.close(pidfd)
-        names = [f"{child.name} (pid {child.pid})" for child in self._stuck]
-        names += [f"an earlier rank (pid {pid})" for pid, _ in self._stuck_before]
-        if not names:
-            return ""
-        found = ", ".join(names)
-        return (
-            f"{found} has not died of SIGKILL: a device or a file system hangs in the kernel. This "
-            "node needs attention"
-        )
+        return self._ends.stuck()
+
+    @property
+    def used_device(self) -> bool:
+        """Ranks that were killed have used a device since its memory was last awaited."""
+        return self._ends.used_device
+
+    def device_awaited(self) -> None:
+        self._ends.used_device = False
 
     def signal(self, number: int) -> None:
         for handle in self.alive():
@@ -250,12 +238,11 @@ class WorkerGroup:
             self.commands.set(CommandField.LEASE_NS, until_ns)
 
     def suspend(self, on: bool) -> None:
-        """From any thread."""
+        """From any thread. Parked ranks make no step, and are left alone."""
         self.is_suspended = on
         number = SIGSTOP if on else SIGCONT
-        alive = [
-            one.child for one in list(self.starter.handles.values()) if one.child.status is None
-        ]
+        handles = [one for one in list(self.starter.handles.values()) if one.parked is None]
+        alive = [one.child for one in handles if one.child.status is None]
         for child in alive:
             child.signal_group(number)
         # Processes in sessions of their own, such as a rank behind a wrapper.
@@ -280,6 +267,10 @@ class WorkerGroup:
 
     def alive(self) -> list[WorkerHandle]:
         return [handle for handle in self.handles if handle.child.status is None]
+
+    @property
+    def parked(self) -> list[WorkerHandle]:
+        return [handle for handle in self.handles if handle.parked is not None]
 
     def pids(self) -> list[int]:
         return [handle.pid for handle in self.handles]
@@ -343,6 +334,11 @@ class WorkerGroup:
         has_heartbeat = any(page.get(HeartbeatField.HEARTBEAT_NS) for page in pages)
         return "" if is_protected or not has_heartbeat else "the script does not call ftrun.attach"
 
+    def stay_problem(self) -> str:
+        """Why a rank here could not stay if another one failed; empty if all could."""
+        reasons = [(slot.rank, text) for slot in self.slots if (text := slot.page.stay_problem)]
+        return f"rank {reasons[0][0]}: {reasons[0][1]}" if reasons else ""
+
     def slow_capture(self) -> str:
         """Why ranks here copy from devices slowly, and what to do; empty if none does."""
         slow = [(slot.rank, text) for slot in self.slots if (text := slot.page.slow_capture)]
@@ -402,8 +398,9 @@ class WorkerGroup:
 
     # --- details ------------------------------------------------------------------------------
 
-    def _slot(self, request: LaunchRequest) -> LaunchSlot:
-        rank = request.rank
+    def _slot(self, request: LaunchRequest, parked: WorkerHandle | None) -> LaunchSlot:
+        """The slot of a rank, which runs in a parked process or in a new one."""
+        rank, line = request.rank, None
         page_fd = create_page(f"rank-{rank}")
         descriptors = {
             "heartbeat": page_fd,
@@ -416,22 +413,35 @@ class WorkerGroup:
             if arena_fd is not None:
                 # Another connection to the SMP closes all descriptors of arenas.
                 descriptors["arena"] = os.dup(arena_fd)
+        if parked is not None:
+            request, line = msgspec.structs.replace(request, joins=False), parked.slot.line
+        elif self._spec.profile.restart.survivors == "on":
+            line, its_line = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            line.setblocking(False)
+            descriptors["line"] = its_line.detach()
         if self.fault_pages is not None:
             descriptors["fault"] = self.fault_pages.fd_of(rank)
         is_inspected = self._spec.profile.monitor.enabled
-        socket = str(self._smp.folder.rank_socket(rank)) if is_inspected else ""
-        request = msgspec.structs.replace(request, rank_socket=socket, descriptors=descriptors)
-        return LaunchSlot(request, SharedPage(page_fd))
+        path = str(self._smp.folder.rank_socket(rank)) if is_inspected else ""
+        request = msgspec.structs.replace(request, rank_socket=path, descriptors=descriptors)
+        return LaunchSlot(request, SharedPage(page_fd), line)
 
-    def _close_arenas(self) -> None:
-        """The ranks have them, and a descriptor here would keep memory that the SMP gives up."""
+    def _close_given(self) -> None:
+        """Close the arenas and the ends of lines that the ranks have.
+
+        A descriptor here would keep memory that the SMP gives up, and hide the end of a rank.
+        """
         for slot in self.slots:
-            if (fd := slot.request.descriptors.pop("arena", -1)) >= 0:
-                os.close(fd)
+            for name in ("arena", "line"):
+                if (fd := slot.request.descriptors.pop(name, -1)) >= 0:
+                    os.close(fd)
 
     def _close_places(self) -> None:
-        self._close_arenas()
+        self._close_given()
+        kept = [handle.slot.line for handle in self.starter.parked.values()]
         for slot in self.slots:
+            if slot.line is not None and slot.line not in kept:
+                slot.line.close()
             os.close(slot.request.descriptors["heartbeat"])
             if self._spec.profile.monitor.enabled:
                 self.unused_fds.put(slot.stack_fd)

@@ -226,6 +226,7 @@ def _node(
         step=heartbeat.step or None,
         ready=heartbeat.ready,
         unprotected_reason=heartbeat.unprotected,
+        stay_problem=heartbeat.stay_problem,
         ranks=rank_statuses(heartbeat.ranks, heartbeat.views, lateness_s),
     )
 

@@ -116,7 +116,14 @@ def with_cluster(view: StatusView, cluster: ClusterStatus, *, has_secret: bool) 
         ranks=tuple(_with_lateness(rank, late_s.get(rank.rank)) for rank in view.ranks),
         snapshots=_protected_as(view.snapshots, cluster),
         versions=cluster.versions,
+        survivors=_survivors_of(view, cluster),
     )
+
+
+def _survivors_of(view: StatusView, cluster: ClusterStatus) -> str:
+    """The first reason on any node; empty if the option is off."""
+    reasons = [one.stay_problem for one in cluster.nodes if one.stay_problem]
+    return f"no, {reasons[0]}" if view.survivors and reasons else view.survivors
 
 
 def _merged_restarts(
@@ -193,7 +200,15 @@ def _own_status(run: "Run", decided: ControlLoopStatus) -> StatusView:
         ),
         journal=f"{run.spec.log_folder}/{FILE_NAME}",
         versions=_versions(run) if run.rpc is None else (),
+        survivors=_survivors(run),
     )
+
+
+def _survivors(run: "Run") -> str:
+    if run.spec.profile.restart.survivors == "off":
+        return ""
+    problem = run.workers.stay_problem()
+    return f"no, {problem}" if problem else "yes"
 
 
 def _versions(run: "Run") -> tuple[VersionStatus, ...]:

@@ -69,6 +69,8 @@ OWN_FLAGS: tuple[CliFlag, ...] = (
             key="start.preload", is_repeatable=True),
     CliFlag("prepare", "call it before a restart; the script gets the result by ftrun.prepared",
             "MODULE:FUNCTION", group=_FAILURES, key="start.prepare", is_repeatable=True),
+    CliFlag("survivors", "ranks in session.guard() keep their processes when another rank fails",
+            choices=("off", "on"), group=_FAILURES, key="restart.survivors"),
     CliFlag("grace", "from the first SIGTERM to SIGKILL (default 30)", "SECONDS", group=_FAILURES,
             key="stop.grace_s"),
     CliFlag("allow-faults", "ftrun inject-fault may break this run", group=_FAILURES),

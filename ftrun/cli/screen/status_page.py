@@ -190,7 +190,11 @@ def _snapshots(view: StatusView, width: int) -> list[StyledLine]:
     if reason := clean(has.unprotected_reason or of_run, 300):
         text += f"; UNPROTECTED: {reason}"
     lines = _wrapped(f"snapshots  {text}", width, most=2)
-    return [StyledLine(line, "" if has.protected else "warn") for line in lines]
+    found = [StyledLine(line, "" if has.protected else "warn") for line in lines]
+    if view.survivors:
+        lines = _wrapped(f"survivors  {clean(view.survivors, 300)}", width, most=2)
+        found += [StyledLine(line, "" if view.survivors == "yes" else "warn") for line in lines]
+    return found
 
 
 # --- the table --------------------------------------------------------------------------------

@@ -272,6 +272,8 @@ def _snapshot_lines(view: StatusView) -> list[str]:
         every = f"; {every_steps(has.every)}" if has.every else ""
         blocked = f"training was blocked for {duration(has.blocked_s)} in all"
         lines.append(f"            {counts}; {blocked}{every}")
+    if view.survivors:
+        lines.append(f"survivors   {view.survivors}")
     return lines
 
 

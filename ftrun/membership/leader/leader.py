@@ -31,14 +31,7 @@ from ftrun.membership.leader.reconfiguration import (
 )
 from ftrun.membership.witness import WitnessView
 from ftrun.network.failover.path_monitor import PathMonitor
-from ftrun.recovery.commands import (
-    Command,
-    Connect,
-    EndRun,
-    KillWorkers,
-    Send,
-    SupervisorCommand,
-)
+from ftrun.recovery.commands import Command, Connect, EndRun, KillWorkers, Send, SupervisorCommand
 from ftrun.recovery.generation_monitor import GenerationMonitor
 from ftrun.wire.cluster.generation import GenerationPlan, NodeCard
 from ftrun.wire.cluster.membership import (
@@ -205,10 +198,13 @@ class Leader:
         if self.ballot is not None:
             is_needed = self._election.is_member(node_id)
             self._election.lost(node_id)
-            return found + (self.propose(text, now_s=now_s) if is_needed else self._check(now_s))
-        if was_member and self.monitor.is_stopping:
+            if not is_needed:
+                return found + self._check(now_s)
+        elif was_member and self.monitor.is_stopping:
             return found + self._decide(self._report_losses(now_s), now_s)
-        return found + (self.propose(text, now_s=now_s) if was_member else [])
+        elif not was_member:
+            return found
+        return found + self.propose(text, stay=True, now_s=now_s)
 
     # --- a ballot -----------------------------------------------------------------------------
 
@@ -226,14 +222,16 @@ class Leader:
                 if (peer := self.known.get(node_id)) is not None:
                     self.monitor.past.record_loss(peer, reason, was_member=was_member, now_s=now_s)
                 self.monitor.note_failure(node_id, now_s=now_s)
-        return self.propose(reason, now_s=now_s)
+        return self.propose(reason, stay=True, now_s=now_s)
 
-    def propose(self, reason: str, *, now_s: float) -> list[Command]:
+    def propose(
+        self, reason: str, *, stay: bool | None = None, failed: tuple[int, ...] = (), now_s: float
+    ) -> list[Command]:
         self._changes.reset()
         self._reconfiguration.reset()
         self._draining.reset()
-        plan, unsure, void = self.plan, self.unsure, self._reconfiguration.void
-        return self._election.begin(reason, plan=plan, unsure=unsure, void=void, now_s=now_s)
+        known = (self.plan, self.unsure, self._reconfiguration.void)
+        return self._election.begin(reason, *known, stay=stay, failed=failed, now_s=now_s)
 
     def promised(self, body: Promise, *, now_s: float) -> list[Command]:
         if not self._election.promised(body):
@@ -477,8 +475,9 @@ class Leader:
         for command in self.monitor.order_all(commands):
             if isinstance(command, EndRun):
                 found += self._end(command, now_s)
-            else:
-                found += self.propose(command.reason, now_s=now_s)
+                continue
+            stay, failed = command.stay, command.failed
+            found += self.propose(command.reason, stay=stay, failed=failed, now_s=now_s)
         return found + self.monitor.incidents.drain_journal_entries() + self._spread(now_s)
 
     def _spread(self, now_s: float) -> list[Command]:

@@ -11,6 +11,7 @@ from ftrun.errors import ExitCode
 from ftrun.ids import Version, version
 from ftrun.membership.ballots import Ballot
 from ftrun.membership.leader.rank_assignment import RankAssignment
+from ftrun.membership.leader.survivors import notes_of_survivors, with_survivors
 from ftrun.network.detect.leaf_switches import group_domains
 from ftrun.network.detect.rails import match_rails, rails_of_node
 from ftrun.records.membership import GenerationChosen, TwoVotersWarning
@@ -50,7 +51,7 @@ def make_plan(
             return obstacle
     groups = _groups(assignment, previous, settings)
     num_voters = len(assignment.members) + len(assignment.spares)
-    return GenerationPlan(
+    plan = GenerationPlan(
         generation=ballot.generation,
         leader=leader,
         reason=ballot.reason,
@@ -76,6 +77,10 @@ def make_plan(
         paths=assignment.paths,
         life=previous.life if previous is not None else f"{assignment.members[0].incarnation:x}",
     )
+    if not ballot.stay:
+        return plan
+    max_renewals = settings.profile.restart.max_renewals
+    return with_survivors(plan, previous, promises, max_renewals=max_renewals)
 
 
 def _choose(
@@ -261,7 +266,7 @@ def notes_of(plan: GenerationPlan) -> list[JournalEntry]:
         restore_reason=plan.restore_reason,
         skip_batches=plan.skip_batches,
     )
-    notes = [JournalEntry(chosen)]
+    notes = [JournalEntry(chosen), *notes_of_survivors(plan)]
     if plan.generation > 0 or len(plan.voters) != 2 or plan.witness:
         return notes
     text = (

@@ -84,10 +84,12 @@ class Proposer:
     def begin(
         self,
         reason: str,
-        *,
         plan: GenerationPlan | None,
         unsure: GenerationPlan | None,
         void: Collection[ConfigurationId] = (),
+        *,
+        stay: bool | None = None,
+        failed: Collection[int] = (),
         now_s: float,
     ) -> list[Command]:
         """Starts a ballot: asks all nodes for a promise.
@@ -96,10 +98,14 @@ class Proposer:
             plan: the newest generation known to be chosen.
             unsure: a newer one that may have been chosen.
             void: voter revisions that only this agent could have had chosen, and has given up.
+            stay: with `restart.survivors`, ranks that may stay are parked; None: as in the ballot
+                that this one replaces.
+            failed: ranks that do not stay, in addition to those of that ballot.
         """
         known = plan.configuration_id if plan is not None else (-1, 0)
-        if self.ballot is not None and self.ballot.plan is not None:
-            self._given_up.append(self.ballot.plan)
+        before = self.ballot
+        if before is not None and before.plan is not None:
+            self._given_up.append(before.plan)
         self._given_up = [one for one in self._given_up if one.configuration_id > known]
         if unsure is not None and unsure.configuration_id <= known:
             unsure = None
@@ -111,6 +117,9 @@ class Proposer:
             self.ballot.lives[electorate_of(plan)] = plan.life
         begins = plan is None and unsure is None
         self.ballot.needs_witness = begins and self._peers.witness.is_used
+        self.ballot.stay = before is not None and before.stay if stay is None else stay
+        self.ballot.stay &= self._settings.profile.restart.survivors == "on"
+        self.ballot.failed = {*failed, *(before.failed if before is not None else ())}
         if unsure is not None:
             self.ballot.mind(unsure)
         self.again_s = self._witness_asked_s = None
@@ -353,5 +362,6 @@ class Proposer:
     def _prepare(self, ballot: Ballot, peer: PeerState, now_s: float) -> list[Command]:
         peer.asked_s = now_s
         # With the base, voters omit plans that are not newer.
-        body = Prepare(ballot.generation, self._me, ballot.reason, ballot.base)
+        failed = tuple(sorted(ballot.failed))
+        body = Prepare(ballot.generation, self._me, ballot.reason, ballot.base, ballot.stay, failed)
         return [Send(peer.card.node_id, body)]

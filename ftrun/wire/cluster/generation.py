@@ -215,6 +215,7 @@ class GenerationPlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     paths: NetworkPlan | None = None  # use of the paths, with `--network-plan on`
     restore_survives: int = 0  # nodes of each group of `sources` that may still be lost
     staying: list[int] = []  # ranks whose processes stay; all others are started anew
+    not_staying: str = ""  # why none stays although the ballot asked for it
 
     @property
     def configuration_id(self) -> ConfigurationId:

@@ -75,6 +75,7 @@ class Prepare(Message, frozen=True, tag="Prepare"):
     reason: str
     knows: ConfigurationId  # newest configuration id that is chosen in the proposer's state
     stay: bool = False  # park the ranks that may stay, and kill only the others
+    failed: tuple[int, ...] = ()  # ranks that are at fault, and are killed with `stay` too
 
 
 class ParkedRank(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
@@ -100,6 +101,8 @@ class Promise(Message, frozen=True, tag="Promise"):
     fitness: NodeFitness | None = None  # result of its newest check; None: it makes no checks
     life: str = ""  # the run of the generation in `knows`; see `GenerationPlan.life`
     parked: tuple[ParkedRank, ...] = ()  # ranks of this node that may stay
+    parked_in: int = -1  # the generation that they have run
+    stay_problem: str = ""  # why no rank of this node may stay; empty: there is no such reason
 
 
 class PrepareRejected(Message, frozen=True, tag="PrepareRejected"):
@@ -212,6 +215,7 @@ class Heartbeat(Message, frozen=True, tag="Heartbeat"):
     file_warning: str = ""  # which files of ftrun.save cannot be written here, and why
     persisted: VersionPair | None = None  # newest checkpoint that this node has completed
     persist_step: int = 0  # a local rank waits for a checkpoint of this step; 0: none waits
+    stay_problem: str = ""  # with survivors on: why a local rank could not stay; empty: all can
 
 
 class CollectiveRing(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -24,12 +24,12 @@ class RankStatus(msgspec.Struct, frozen=True):
 
     rank: int
     pid: int = 0
-    state: str = ""  # `starting`, `running`, `stopped`, `finished` or `ended`
+    state: str = ""  # `starting`, `running`, `stopped`, `parked`, `finished` or `ended`
     step: int | None = None
     heartbeat_age_s: float | None = None  # seconds since its last step
     phase: str = ""
     loss: float | None = None  # as reported by the script
-    start: str | None = None  # `warm` or `fresh`; known on the node of the rank only
+    start: str | None = None  # `warm`, `fresh` or `stayed`; known on the node of the rank only
     step_p50_s: float | None = None
     step_p99_s: float | None = None
     lateness_s: float | None = None
@@ -225,6 +225,7 @@ class NodeStatus(msgspec.Struct, frozen=True):
     unprotected_reason: str = ""
     domain: str = ""
     preflight: str = ""  # `fit`, or the problem; empty: not checked
+    stay_problem: str = ""  # with survivors on: why a rank of it could not stay
     ranks: tuple[RankStatus, ...] = ()
 
 
@@ -297,6 +298,7 @@ class StatusView(msgspec.Struct, frozen=True):
     authenticated: bool | None = None  # in a run over several nodes: the run has a secret
     smp: dict[str, Any] | None = None  # status of the SMP, if no agent answered
     versions: tuple[VersionStatus, ...] = ()  # in memory; with --versions also on disk
+    survivors: str = ""  # whether ranks could stay after a failure: `yes`, or `no` and the reason
 
     @property
     def all_ranks(self) -> tuple[RankStatus, ...]:

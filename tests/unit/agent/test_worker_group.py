@@ -120,8 +120,8 @@ until(lambda: process_tree.state_of(left) in ("", "Z"))
 """
 
 HANGS_IN_THE_KERNEL = """
-from ftrun.agent.launch import worker_group
-worker_group.KILL_WAIT_S = 0.5
+from ftrun.agent.launch import rank_trees
+rank_trees.KILL_WAIT_S = 0.5
 linux.DEVICE_FILES = (os.getcwd(),)
 group = group_of("exec 9> card; sleep 600", "sleep 600")
 held = Path(sys.argv[1])

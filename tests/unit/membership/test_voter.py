@@ -36,6 +36,7 @@ from ftrun.wire.cluster.membership import (
     Accept,
     Accepted,
     LeaderHeartbeat,
+    ParkedRank,
     Prepare,
     PrepareRejected,
     Promise,
@@ -71,6 +72,19 @@ def promised(made: Voter, generation: int, proposer: str = "a") -> Promise:
     assert found.node_id == proposer
     assert isinstance(found.message, Promise)
     return found.message
+
+
+def test_a_promise_names_the_parked_ranks() -> None:
+    made = follower()
+    body = msgspec.structs.replace(prepare(5), stay=True, failed=(2,))
+    found = made.prepare("a", body, card("a"), has_leader=False)
+    assert found == [Quiesce(5, "c was lost", stay=True, failed=(2,))]
+    parked = (ParkedRank(1, 8, 0),)
+    (sent,) = made.quiesced(Quiesced(5, HOLDS, 1000, 2000, parked, 4, "a reason"))
+    assert isinstance(sent, Send)
+    assert isinstance(sent.message, Promise)
+    assert (sent.message.parked, sent.message.parked_in) == (parked, 4)
+    assert sent.message.stay_problem == "a reason"
 
 
 def follower(of: GenerationPlan | None = RUNS) -> Voter:

@@ -94,7 +94,27 @@ def supervisor(max_restarts: int | None = None, **changes: Any) -> Supervisor:
 
 def test_killed_worker_restarts_all_at_once() -> None:
     commands = supervisor().handle(ends(killed(1), at=progress(5)), now_s=1.0)
-    assert commands == [KillWorkers("rank 1 was killed"), StartGeneration("rank 1 was killed")]
+    assert commands == [
+        KillWorkers("rank 1 was killed"),
+        StartGeneration("rank 1 was killed", stay=True),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("kind", "stay", "failed"),
+    [
+        (ExitKind.HUNG, True, (1,)),
+        (ExitKind.SKIPPED, True, (1,)),
+        (ExitKind.NODE_LOST, True, ()),
+        (ExitKind.NUMERICAL_ANOMALY, False, ()),
+    ],
+)
+def test_a_rank_that_hangs_does_not_stay_and_after_an_anomaly_none_does(
+    kind: ExitKind, stay: bool, failed: tuple[int, ...]
+) -> None:
+    made = supervisor()
+    (_, command) = made.handle(ends(replace(killed(1), kind=kind), at=progress(5)), now_s=1.0)
+    assert command == StartGeneration("rank 1 was killed", stay, failed)
 
 
 def test_restart_of_a_script_without_attach_reports_where_it_begins() -> None:
@@ -475,10 +495,10 @@ def fails(made: Supervisor, cause: WorkerExit, *, at: int = 7, now_s: float = 0.
 def test_before_a_repeated_failure_ends_the_run_its_node_is_replaced() -> None:
     made = supervisor(backoff_initial_s=0.0)
     made.placement = PLACED
-    assert fails(made, raised(1))[1:] == [StartGeneration("rank 1 raised")]
+    assert fails(made, raised(1))[1:] == [StartGeneration("rank 1 raised", stay=True)]
     reason = "the same failure occurred on it 2 times without progress"
     assert fails(made, raised(1))[1:] == [
-        ExcludeNode("b", reason), StartGeneration(f"node b is excluded: {reason}")
+        ExcludeNode("b", reason), StartGeneration(f"node b is excluded: {reason}", stay=True)
     ]  # fmt: skip
     assert made.budget.used(now_s=0.0) == 2
     made.placement = replace(PLACED, node_of={0: "a", 1: "c"})
@@ -502,8 +522,9 @@ def test_a_node_with_a_hardware_fault_is_replaced_without_a_charge() -> None:
     made.placement = replace(PLACED, faults={"b": XID})
     for _ in range(3):
         assert fails(made, raised(0))[1:] == [
-            ExcludeNode("b", XID, is_fault=True), StartGeneration(f"node b is excluded: {XID}")
-        ]  # fmt: skip
+            ExcludeNode("b", XID, is_fault=True),
+            StartGeneration(f"node b is excluded: {XID}", stay=True),
+        ]
     assert made.budget.used(now_s=0.0) == 0
     assert made.restarts == 3
 
@@ -535,7 +556,7 @@ def test_an_error_text_on_every_node_does_not_use_up_the_nodes() -> None:
     made = supervisor()
     made.placement = replace(PLACED, num_excluded=MAX_EXCLUDED_PER_HOUR)
     cause = replace(raised(1), text="rank 1 raised: no CUDA-capable device is detected")
-    assert fails(made, cause)[1:] == [StartGeneration(cause.text)]
+    assert fails(made, cause)[1:] == [StartGeneration(cause.text, stay=True)]
 
 
 @pytest.mark.parametrize("is_protected", [True, False])
@@ -547,7 +568,8 @@ def test_without_another_node_the_ranks_restart_once_in_place(is_protected: bool
     assert fails(made, raised(1))[1:] == [
         StartGeneration(
             f"rank 1 raised; node b has a hardware fault ({XID}) and keeps its ranks: "
-            "no spare is free"
+            "no spare is free",
+            stay=True,
         )
     ]
     later = supervisor(backoff_initial_s=0.0)
@@ -610,7 +632,7 @@ def test_progress_before_a_lost_connection_restarts_the_counts() -> None:
     made.placement = PLACED
     fails(made, raised(1), at=7)
     fails(made, blip, at=20)
-    assert fails(made, raised(1), at=20)[1:] == [StartGeneration("rank 1 raised")]
+    assert fails(made, raised(1), at=20)[1:] == [StartGeneration("rank 1 raised", stay=True)]
 
 
 def test_a_lost_connection_does_not_hide_equal_failures_of_a_script_without_attach() -> None:

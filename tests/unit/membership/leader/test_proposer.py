@@ -72,6 +72,32 @@ def asked(commands: list[Command]) -> list[str]:
 # --- asking -----------------------------------------------------------------------------------
 
 
+def test_a_ballot_asks_ranks_to_stay_only_with_survivors_and_so_does_the_next_one() -> None:
+    made = OneProposer()
+    made.election.begin("b was lost", BASE, None, stay=True, failed=(1,), now_s=0.0)
+    assert made.election.ballot is not None
+    assert not made.election.ballot.stay, "the option is off"
+
+    made.election = Proposer(card("a"), settings(survivors="on"), made.peers)
+    first = made.election.begin("b was lost", BASE, None, stay=True, failed=(1,), now_s=0.0)
+    again = made.election.begin("c was lost", BASE, None, failed=(2,), now_s=1.0)
+    last = made.election.begin("a resize", BASE, None, stay=False, now_s=2.0)
+    asks = [
+        [one.message for one in found if isinstance(one, Send) and one.node_id == "c"]
+        for found in (first, again, last)
+    ]
+    assert asks == [
+        [Prepare(5, card("a"), "b was lost", (4, 0), stay=True, failed=(1,))],
+        [Prepare(6, card("a"), "c was lost", (4, 0), stay=True, failed=(1, 2))],
+        [Prepare(7, card("a"), "a resize", (4, 0), stay=False, failed=(1, 2))],
+    ]
+    made.promise("abc")
+    made.announce("abc")
+    made.election.won()
+    later = made.election.begin("b was lost", BASE, None, now_s=3.0)
+    assert Send("c", Prepare(8, card("a"), "b was lost", (4, 0))) in later
+
+
 def test_every_node_is_asked_for_a_promise_of_the_next_number() -> None:
     made = OneProposer(unlinked="d")
     found = made.begin()
