@@ -81,6 +81,7 @@ class Maintenance:
         self._refill(now_s)
         self._reap(now_s)
         self._prepare_standbys()
+        run.rehearsals.poll(now_s)
         self.checkpoints.poll(now_s)
         self._report_files()
         if self._bring_up_smp():
@@ -228,7 +229,8 @@ class Maintenance:
             ranks = [*workers.handles, *workers.starter.parked.values()]
             known = [handle.child for handle in ranks]
             zygote = self._zygote.children if self._zygote is not None else []
-            reap_strangers([*known, *zygote, *self._run.smp.children])
+            rehearsed = self._run.rehearsals.children
+            reap_strangers([*known, *zygote, *rehearsed, *self._run.smp.children])
 
     def _refill(self, now_s: float) -> None:
         if self._zygote is None:

@@ -83,6 +83,10 @@ class RestartConfig(_Section, frozen=True, kw_only=True):
     survivors: Annotated[Literal["off", "on"], _meta(
         "on: if a rank or a node fails, ranks inside session.guard() keep their processes, and "
         "only the others start anew; off: all ranks start anew")] = "off"
+    rehearse: Annotated[Literal["all"] | Annotated[int, Meta(ge=0)], _meta(
+        "standbys of each node that set up as one of its ranks and make a step that is discarded, "
+        "so that the rank continues at once if it fails; needs survivors: on",
+        wanted="all or a whole number of at least 0")] = 0
     max_renewals: Annotated[int, _meta(
         "restarts through which one process may stay; then all ranks start anew", ge=1)] = 16
     park_s: Annotated[float, _meta(

@@ -63,6 +63,13 @@ class CompilerImported(ReasonRecord, frozen=True, tag="compiler_imported"):
     seconds: Seconds = 0.0
 
 
+class RankRehearsed(ReasonRecord, frozen=True, tag="rank_rehearsed"):
+    """A standby has set up as a rank and is parked; if it is not, the reason."""
+
+    rank: int
+    seconds: Seconds = 0.0
+
+
 class CaptureSlowed(ReasonRecord, frozen=True, tag="capture_slowed"):
     """A rank copies from its devices more slowly than it could."""
 

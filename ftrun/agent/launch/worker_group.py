@@ -5,7 +5,7 @@ Runs in the main thread. Pages and error files outlive their worker, and are rea
 
 import os
 import socket
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from queue import SimpleQueue
@@ -47,6 +47,9 @@ from ftrun.wire.shared_memory.pages import (
     stacks,
 )
 
+Rehearsed = Callable[[LaunchRequest, range, Collection[int]], dict[int, WorkerHandle]]
+"""See `Rehearsals.begin_generation`."""
+
 AWAY_S = 2.0
 """Longer than any turn of the loop takes while the machine runs."""
 
@@ -75,6 +78,7 @@ class WorkerGroup:
         self.is_suspended = False
         self.awaits_boundary = False
         """The ranks were asked for a final snapshot, and wait at its boundary."""
+        self.rehearsed: Rehearsed = lambda *_: {}
         self._ends = RankEnding(stuck_pids)
         self._polled_s = clock.now_s()
         self.unused_fds: SimpleQueue[int] = SimpleQueue()
@@ -114,6 +118,7 @@ class WorkerGroup:
         if kept is not None:
             self.commands.set(CommandField.RETAINED_GENERATION, kept[0])
             self.commands.set(CommandField.RETAINED_STEP, kept[1])
+        self.starter.parked |= self.rehearsed(request, ranks, self.starter.parked)
         self.starter.slots = {
             local: self._slot(
                 msgspec.structs.replace(request, rank=Rank(rank)), self.starter.parked.get(local)

@@ -109,6 +109,11 @@ class ZygoteClient:
     def holds_device(self) -> bool:
         return any(standby.binding is not None for standby in self._standbys)
 
+    @property
+    def has_standby(self) -> bool:
+        """Whether `launch` needs no fork for a rank without a bound standby."""
+        return any(one.binding is None and one.child is not None for one in self._standbys)
+
     def start(self) -> None:
         """Start a zygote as a program, which imports torch again."""
         mine, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)

@@ -71,6 +71,8 @@ OWN_FLAGS: tuple[CliFlag, ...] = (
             "MODULE:FUNCTION", group=_FAILURES, key="start.prepare", is_repeatable=True),
     CliFlag("survivors", "ranks in session.guard() keep their processes when another rank fails",
             choices=("off", "on"), group=_FAILURES, key="restart.survivors"),
+    CliFlag("rehearse", "standbys that have set up as a rank, for the ranks of a node (default 0)",
+            "N|all", group=_FAILURES, key="restart.rehearse"),
     CliFlag("grace", "from the first SIGTERM to SIGKILL (default 30)", "SECONDS", group=_FAILURES,
             key="stop.grace_s"),
     CliFlag("allow-faults", "ftrun inject-fault may break this run", group=_FAILURES),

@@ -98,6 +98,7 @@ class HeartbeatField(IntEnum):
     PERSIST_STEP = 41  # the script waits for a checkpoint of this step; 0: it does not
     MAY_STAY = 42  # inside a guarded loop: the process can be parked if another rank fails
     COMPILES = 43  # the first step has loaded torch's compiler
+    LOOP = 44  # the epoch, and the number of loops entered in it; a process goes back within one
 
 
 class CommandField(IntEnum):

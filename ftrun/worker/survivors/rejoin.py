@@ -53,7 +53,7 @@ _READY_S = 24 * 3600.0
 _CONNECT_S = 600.0
 _OF_PROCESS = (
     HeartbeatField.PID, HeartbeatField.ATTACHED, HeartbeatField.HAS_SERVER, HeartbeatField.CAPTURES,
-    HeartbeatField.TIMED, HeartbeatField.DEVICE_NS,
+    HeartbeatField.TIMED, HeartbeatField.DEVICE_NS, HeartbeatField.LOOP,
 )  # fmt: skip
 """Fields that a process has on each of its pages."""
 
@@ -152,6 +152,9 @@ class Survivor:
         """`is_restored`: this loop continues at the restored version, so it can go back to it."""
         self._first_step = step if is_restored else step + 1
         self._is_guarded = True
+
+    def show_loop(self, epoch: int, number: int) -> None:
+        self._context.page.set(HeartbeatField.LOOP, epoch << 20 | number)
 
     def leave_loop(self) -> None:
         """Never returns if the generation is over, because the script left a broken turn."""
