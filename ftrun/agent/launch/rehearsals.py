@@ -317,8 +317,8 @@ class Rehearsals:
     def _is_in_other_loop(self, handle: WorkerHandle) -> bool:
         pages = {slot.rank: slot.page for slot in self._run.workers.slots}
         page = pages.get(Rank(handle.slot.rank))
-        at = HeartbeatField.LOOP
-        return page is None or page.get(at) != handle.slot.page.get(at)
+        now = 0 if page is None else page.get(HeartbeatField.LOOP)  # 0: it is in no loop yet
+        return now not in (0, handle.slot.page.get(HeartbeatField.LOOP))
 
     def _drop_ended(self) -> None:
         """Forget parked processes that have ended, or that are in a loop that is over."""
