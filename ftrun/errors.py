@@ -402,8 +402,8 @@ class SetUpDiffers(FtrunError):
 
     def __init__(self, present: str, recorded: str) -> None:
         super().__init__(
-            f"this rank is set up alone, and its set-up differs: {present}, in place of {recorded}. "
-            "All ranks are started again"
+            f"this rank is set up alone, and its set-up differs: {present}, in place of "
+            f"{recorded}. All ranks are started again"
         )
 
 

@@ -201,7 +201,7 @@ class Loops(ABC):
         return _Loop(lambda: self._steps(total))
 
     def _steps(self, total: int) -> Iterator[int]:
-        self._enter("steps()")
+        self._enter("steps()", total)
         frames: tuple[int, ...] = ()
         place = self._steps_loops
         self._steps_loops += 1
@@ -279,7 +279,7 @@ class Loops(ABC):
                 raise UsageError("batches(until=...) inside steps(): steps(total) counts the steps")
             yield from self._from(feed, ends_if_left=True)
             return
-        self._enter("batches()")
+        self._enter("batches()", self._step + feed.num_left)
         frames: tuple[int, ...] = ()
         try:
             if self._has_no_turn(feed, until):
@@ -354,7 +354,8 @@ class Loops(ABC):
     @abstractmethod
     def _feed_of(self, loader: Any) -> DataPosition: ...
 
-    def _enter(self, driver: str) -> None:
+    def _enter(self, driver: str, last_step: int) -> None:
+        """`last_step`: at the end of this loop; a smaller one if that is unknown."""
         if self._driver is not None:
             raise UsageError(f"a loop over {driver} inside one over {self._driver}")
         self._driver = driver

@@ -453,11 +453,11 @@ class Session(Loops):
     def _newest_kept(self) -> int | None:
         return None if self._protection is None else self._protection.newest_step
 
-    def _enter(self, driver: str) -> None:
-        super()._enter(driver)
+    def _enter(self, driver: str, last_step: int) -> None:
+        super()._enter(driver, last_step)
         if self._survivor is not None:
             is_restored = self._restored and not self._has_started
-            self._survivor.enter_loop(self._step, is_restored=is_restored)
+            self._survivor.enter_loop(self._step, last_step=last_step, is_restored=is_restored)
         if self._context is not None and self._context.page.phase == BETWEEN_LOOPS:
             self._context.page.phase = "train"
 

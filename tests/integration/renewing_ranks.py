@@ -1,8 +1,8 @@
 """Ranks whose peers are killed, and which train on with renewed groups; run by test_survivors.py.
 
 One process imports torch and forks the ranks of each case. It plays the agent: it hosts a store per
-generation, tells the ranks that their generation is over, and starts a rank in place of a dead one.
-Each rank writes its state after each step to a file, in place of a snapshot.
+generation, informs the ranks that their generation is over, and starts a rank in place of a dead
+one. Each rank writes its state after each step to a file, in place of a snapshot.
 
     python renewing_ranks.py FOLDER CASE... -> one line of JSON per case
 """
@@ -18,7 +18,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -37,11 +37,12 @@ from ftrun.worker.survivors.set_up import SetUp
 
 TIMEOUT_S = 60.0
 CONNECT = timedelta(seconds=30)
-STEPS = 6
 
 
 @dataclass(frozen=True)
 class Kill:
+    """A rank kills itself once."""
+
     rank: int
     step: int
     place: str  # `backward`, `optimizer` or `forward`
@@ -49,21 +50,29 @@ class Kill:
 
 @dataclass(frozen=True)
 class Case:
+    """A job, and the kills in it."""
+
     build: Callable[["Rank"], None]
     world: int
     kills: tuple[Kill, ...]
     options: dict[str, Any] = field(default_factory=dict)
+    steps: int = 6
 
 
 # --- models ---------------------------------------------------------------------------------------
 
-in_backward: Callable[[torch.Tensor], None] = lambda _: None
+in_backward: list[Callable[[], None]] = []
 """Called in the middle of each backward."""
 
 
 def marked(x: torch.Tensor) -> torch.Tensor:
-    x.register_hook(lambda gradient: in_backward(gradient))
+    x.register_hook(on_backward)
     return x
+
+
+def on_backward(_: torch.Tensor) -> None:
+    for call in in_backward:
+        call()
 
 
 class Net(nn.Module):
@@ -87,6 +96,8 @@ class Net(nn.Module):
 
 
 class Sharded(nn.Module):
+    """For FSDP2."""
+
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(3))
@@ -143,8 +154,24 @@ CASES = {
         build_ddp, 3, (Kill(0, 3, "backward"),), {"gradient_as_bucket_view": True}
     ),
     "fsdp2": Case(build_fsdp, 2, (Kill(1, 2, "backward"), Kill(0, 4, "forward")), {"mesh": [2]}),
-    "hsdp4": Case(build_fsdp, 4, (Kill(3, 2, "backward"), Kill(0, 4, "optimizer")), {"mesh": [2, 2]}),
+    "ddp2-16-times": Case(
+        build_ddp, 2, tuple(Kill(1, step, "backward") for step in range(1, 17)), steps=18
+    ),
+    "hsdp4": Case(
+        build_fsdp, 4, (Kill(3, 2, "backward"), Kill(0, 4, "optimizer")), {"mesh": [2, 2]}
+    ),
 }  # fmt: skip
+
+
+def used() -> dict[str, int]:
+    """What this process has: threads, descriptors, KiB of memory of its own."""
+    rollup = Path("/proc/self/smaps_rollup").read_text()
+    kib = [int(line.split()[1]) for line in rollup.splitlines() if line.startswith("Private_Dirty")]
+    return {
+        "threads": len(os.listdir("/proc/self/task")),
+        "descriptors": len(os.listdir("/proc/self/fd")),
+        "kib": kib[0],
+    }
 
 
 # --- a rank ---------------------------------------------------------------------------------------
@@ -167,16 +194,16 @@ class Rank:
         self.orders: list[Any] = []
         self.arrived = threading.Condition()
         self.step = 0
+        self.used: list[dict[str, int]] = []
 
-    def run(self, restore: int | None) -> None:
+    def run(self, restore: int | None, generation: int) -> None:
         self.groups = ProcessGroups()
         load = None if restore is None else lambda: self.saved(restore)["set_up"]
-        self.set_up = SetUp(self.groups, load)
+        self.set_up = SetUp(self.groups, load, generation)
         threading.Thread(target=self.listen, daemon=True).start()
         # A rank that is set up alone has other random numbers, and gets those of its first set-up.
         random.seed(self.rank if restore is None else os.urandom(8))
-        global in_backward
-        in_backward = lambda _: self.maybe_die("backward")  # noqa: E731
+        in_backward[:] = [lambda: self.maybe_die("backward")]
         self.case.build(self)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
         self.set_up.finish()
@@ -190,11 +217,12 @@ class Rank:
         else:
             self.say("ready")
             self.join()
-        while self.step < STEPS:
+        while self.step < self.case.steps:
             try:
                 self.turn()
-            except RuntimeError as error:
-                assert self.revoked.wait(TIMEOUT_S), repr(error)
+            except RuntimeError:
+                if not self.revoked.wait(TIMEOUT_S):
+                    raise
             if self.revoked.is_set():
                 self.go_back()
         self.end()
@@ -209,9 +237,9 @@ class Rank:
         if self.scaler is not None:
             self.scaler.scale(loss).backward()
             self.scaler.unscale_(self.optimizer)
-            if self.extra is not None and self.rank < self.world - 1:
-                dist.all_reduce(torch.ones(3), group=self.extra)
             self.maybe_die("optimizer")
+            if self.rank < self.world - 1:
+                dist.all_reduce(torch.ones(3), group=self.extra)
             self.scaler.step(self.optimizer)
             self.scaler.update()
         else:
@@ -277,10 +305,11 @@ class Rank:
         self.step = step
         store = dist.TCPStore("127.0.0.1", port, None, False, timeout=CONNECT)
         self.groups.renew(store, generation, CONNECT)
-        digest = f"{self.groups.digest()} {reset.layout(self.wrappers)}"
+        digest = f"{self.groups.digest()} {self.set_up.origin} {reset.layout(self.wrappers)}"
         first = store.compare_set("digest", "", digest).decode()
         assert first == digest, (first, digest)
         torch.set_rng_state(saved["rng"])
+        self.used.append(used())
 
     # --- state
 
@@ -334,10 +363,11 @@ class Rank:
         assert total.item() == self.world
         content = b"".join(one.contiguous().numpy().tobytes() for one in self.tensors())
         result = {
-            "losses": [self.losses[step] for step in range(STEPS)],
+            "losses": [self.losses[step] for step in range(self.case.steps)],
             "state": hashlib.sha256(content).hexdigest(),
             "calls": sum(self.groups.calls().values()),
             "backend": str(dist.get_backend()),
+            "used": self.used,
             "groups": sorted(map(str, dist.distributed_c10d._world.pg_names.values())),
         }
         (self.folder / f"{self.rank}.json").write_text(json.dumps(result))
@@ -378,7 +408,7 @@ class Run:
             )  # fmt: skip
             code = 1
             try:
-                Rank(self.case, rank, self.folder, its).run(restore)
+                Rank(self.case, rank, self.folder, its).run(restore, self.generation)
                 code = 0
             except BaseException:  # noqa: BLE001
                 traceback.print_exc()
@@ -429,7 +459,7 @@ class Run:
             assert line.recv(100) == b"parked"
         step = next(
             step
-            for step in range(STEPS, -1, -1)
+            for step in range(self.case.steps, -1, -1)
             if all((self.folder / f"{r}-{step}.pt").exists() for r in range(self.case.world))
         )
         self.new_store()
@@ -447,7 +477,7 @@ def main() -> None:
     folder = Path(sys.argv[1])
     for name in sys.argv[2:]:
         case = CASES[name]
-        calm = Run(Case(case.build, case.world, (), case.options), folder / f"{name}-calm").run()
+        calm = Run(replace(case, kills=()), folder / f"{name}-calm").run()
         begin = time.monotonic()
         killed = Run(case, folder / f"{name}-killed")
         result = killed.run()

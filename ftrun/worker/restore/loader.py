@@ -36,7 +36,6 @@ from ftrun.worker.state.structure import add_groups, make_fit
 from ftrun.worker.state.tensors import DTYPES, byte_view, copyable, is_expanded
 
 _NOTHING = "nothing"
-
 Named = Mapping[str, Any]
 
 

@@ -180,6 +180,10 @@ class LocalShardReader:
         """Check that every saved tensor was used, and compare the remaining pieces."""
         names = (name for name in self._entries if not name.startswith("ftrun."))
         check_used({name: str(self._entries[name]) for name in names}, self._used)
+        self.check_all()
+
+    def check_all(self) -> None:
+        """Compare all pieces that are not compared yet."""
         with self._reporting_to_agent():
             for index in sorted(self._unchecked):
                 self._check_piece(index)

@@ -243,6 +243,14 @@ class DataPosition:
             return False
 
     @property
+    def num_left(self) -> int:
+        """Batches left in the pass that `batches` begins or continues; 0 if that is unknown."""
+        try:
+            return max(0, len(self.loader) - self._handed_out)
+        except TypeError:  # an iterable data set
+            return 0
+
+    @property
     def is_followed(self) -> bool:
         """Whether the position is known: `batches` was used, or the loader has a state_dict."""
         return self._has_started or self._has_own_position

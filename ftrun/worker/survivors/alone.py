@@ -13,9 +13,12 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch.distributed as dist
-from torch.distributed import distributed_c10d as c10d
+from torch._C._distributed_c10d import HashStore, Store
+from torch.distributed import distributed_c10d
 
 from ftrun.worker.survivors.groups import Created, Creation, ProcessGroups
+
+c10d: Any = distributed_c10d
 
 
 class LocalGroups:
@@ -29,7 +32,7 @@ class LocalGroups:
         self._create_with_others = groups.create
         self._meet, self._barrier = c10d.rendezvous, c10d._store_based_barrier
         groups.create = self._create
-        c10d.rendezvous = _meet_alone  # type: ignore[assignment]
+        c10d.rendezvous = _meet_alone
         c10d._store_based_barrier = lambda *_, **__: None
 
     def close(self) -> None:
@@ -52,7 +55,7 @@ class LocalGroups:
 
 def _meet_alone(
     url: str, rank: int = -1, world_size: int = -1, **_: Any
-) -> Iterator[tuple[dist.Store, int, int]]:
+) -> Iterator[tuple[Store, int, int]]:
     """In place of torch's `rendezvous`: a store that no other rank uses."""
     rank = rank if rank >= 0 else int(os.environ["RANK"])
-    yield dist.HashStore(), rank, world_size if world_size > 0 else int(os.environ["WORLD_SIZE"])
+    yield HashStore(), rank, world_size if world_size > 0 else int(os.environ["WORLD_SIZE"])

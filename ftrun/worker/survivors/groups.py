@@ -9,10 +9,10 @@ A ProcessGroup of torch keeps one Backend per BackendType. A backend of a type t
 group becomes the backend of its devices; for a known type, the devices use the backend that the
 group already has. BackendType is a byte, and torch uses 7 of its values.
 
-Rule 1: a group that was created during or after `abort` is aborted at once, so that no thread waits
-        in it for a rank that is gone.
+Rule 1: a group that was created during or after `abort` is aborted at once. Otherwise a thread
+        could wait in it for a rank that has ended.
 Rule 2: only connections that belong to a group are ended. If another thread opens connections
-        while a group is created, they cannot be told apart, and the groups are not renewable.
+        while a group is created, they cannot be distinguished, and the groups are not renewable.
 
 Source: torch 2.13, c10d/ProcessGroup.hpp `setBackend`, distributed_c10d.py.
 """
@@ -25,19 +25,21 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch._C._distributed_c10d as _c10d
 import torch.distributed as dist
+from torch._C._distributed_c10d import DebugLevel, PrefixStore, Store, get_debug_level
 from torch.distributed import distributed_c10d as c10d
 
 from ftrun.worker.survivors import backends
 from ftrun.worker.survivors.backends import KINDS, Connection
 
 _STAND_IN, _DETACHED, _FIRST_RENEWAL, _LAST = 90, 91, 100, 255
+MAX_RENEWALS = (_LAST + 1 - _FIRST_RENEWAL) // len(KINDS)
 _END_S = 5.0
 
 _TYPES = {"gloo": dist.ProcessGroup.BackendType.GLOO, "nccl": dist.ProcessGroup.BackendType.NCCL}
@@ -65,6 +67,8 @@ class _Member:
     connections: frozenset[Connection] = frozenset()
     is_local: bool = False
     """It has never been connected; see `alone`."""
+    fakes: dict[int, Any] = field(default_factory=dict)
+    """By type. For a known type, torch compares the device of the old backend and of this one."""
     first_call: int = 0
     """Sequence number after creation."""
     problem: str = ""
@@ -86,7 +90,7 @@ class ProcessGroups:
         self._signature = inspect.signature(self._original)
         self.create: Callable[[Creation], Created] = lambda given: self._original(**given)
         """Creates a group. A process that sets up alone replaces it, see `alone`."""
-        c10d._new_process_group_helper = self._create  # type: ignore[assignment]
+        c10d._new_process_group_helper = self._create
 
     def _create(self, *args: Any, **kwargs: Any) -> Created:
         given = self._signature.bind(*args, **kwargs).arguments
@@ -98,8 +102,10 @@ class ProcessGroups:
         self._calls.append((name, given["group_size"], ranks, str(given["backend"])))
         if not isinstance(group, dist.ProcessGroup) or id(group) in known:
             return created
-        made = backends.tcp_connections() - before
-        self._add(group, given, made)
+        try:
+            self._add(group, given, backends.tcp_connections() - before)
+        except Exception as error:  # noqa: BLE001 - a bug in ftrun must not end the script
+            self._problem = f"a bug in ftrun: {error!r}"
         return created
 
     def _add(
@@ -137,7 +143,7 @@ class ProcessGroups:
         for backend in _backends_of(group):
             if isinstance(backend, dist.ProcessGroupGloo):
                 self._devices.note(backend)
-                expected += (group.size() - 1) * len(backend.options._devices)
+                expected += (group.size() - 1) * len(_devices_of(backend))
         others = set(member.kinds.values()) - set(KINDS)
         if others:
             member.problem = f"group {member.name} uses the backend {min(others)}"
@@ -160,6 +166,8 @@ class ProcessGroups:
         """Why the groups cannot be renewed; empty if they can."""
         if self._problem or (found := _unsupported()):
             return self._problem or found
+        if self._renewals >= MAX_RENEWALS:
+            return f"torch has types for {MAX_RENEWALS} renewals of a group"
         known = {id(group) for _, group in self._groups()}
         for group, name in c10d._world.pg_names.items():
             if id(group) not in known:
@@ -209,7 +217,7 @@ class ProcessGroups:
         for member, group in self._groups():
             self._use_fake(member, group, _STAND_IN)
 
-    def renew(self, store: dist.Store, generation: int, timeout: timedelta) -> None:
+    def renew(self, store: Store, generation: int, timeout: timedelta) -> None:
         """Connect all groups again over this store. Every rank of the generation calls this.
 
         Args:
@@ -220,7 +228,7 @@ class ProcessGroups:
         with self._lock:
             self._is_aborted = False
         for member, group in self._groups():
-            inner = dist.PrefixStore(f"{generation}/{member.name}/", store)
+            inner = PrefixStore(f"{generation}/{member.name}/", store)
             before = backends.tcp_connections()
             made: dict[str, Any] = {}
             for device, kind in member.kinds.items():
@@ -253,10 +261,10 @@ class ProcessGroups:
         member: _Member,
         group: dist.ProcessGroup,
         kind: str,
-        store: dist.Store,
+        store: Store,
         timeout: timedelta,
     ) -> Any:
-        inner = dist.PrefixStore(f"{kind}/", store)
+        inner = PrefixStore(f"{kind}/", store)
         size = group.size()
         if kind == "gloo":
             backend: Any = self._devices.create(
@@ -273,9 +281,11 @@ class ProcessGroups:
         return backend
 
     def _use_fake(self, member: _Member, group: dist.ProcessGroup, number: int) -> None:
-        fake = backends.fake(member.rank, group.size(), fails=number == _DETACHED)
+        if number not in member.fakes:
+            fails = number == _DETACHED
+            member.fakes[number] = backends.fake(member.rank, group.size(), fails=fails)
         for device in member.kinds:
-            _register(group, device, number, fake)
+            _register(group, device, number, member.fakes[number])
         self._rename(member, group)
 
     def _rename(self, member: _Member, group: dist.ProcessGroup) -> None:
@@ -299,6 +309,10 @@ def _backends_of(group: dist.ProcessGroup) -> list[Any]:
         backend = group._get_backend(device)
         found[id(backend)] = backend
     return list(found.values())
+
+
+def _devices_of(backend: Any) -> list[Any]:
+    return list(backend.options._devices)
 
 
 def _uses_only_gloo(group: dist.ProcessGroup) -> bool:
@@ -329,7 +343,7 @@ def _unsupported() -> str:
     """Why groups of this process cannot be renewed, whatever they are."""
     if missing := missing_names():
         return f"torch {torch.__version__} has no {missing[0]}"
-    if dist.get_debug_level() == dist.DebugLevel.DETAIL:
+    if get_debug_level() == DebugLevel.DETAIL:
         return "TORCH_DISTRIBUTED_DEBUG=DETAIL wraps each group"
     if os.environ.get("TORCH_GLOO_LAZY_INIT", "0") not in ("", "0"):
         return "TORCH_GLOO_LAZY_INIT connects groups after their creation"
@@ -342,7 +356,6 @@ def _unsupported() -> str:
 def missing_names() -> list[str]:
     """Private names of torch that these groups need and this torch does not have."""
     fake = getattr(_c10d, "FakeProcessGroup", None)
-    options = getattr(fake, "Options", None)
     wanted: list[tuple[object, tuple[str, ...]]] = [
         (c10d, ("_new_process_group_helper", "BackendConfig", "_store_based_barrier")),
         (c10d._world, ("pg_map", "pg_names", "pg_backend_config")),
@@ -350,6 +363,6 @@ def missing_names() -> list[str]:
         (dist.ProcessGroup, ("_set_group_name", "_set_group_desc", "_set_default_backend")),
         (dist.ProcessGroupGloo, ("_Options", "_set_default_timeout")),
         (fake, ("_create_internal",)),
-        (options() if options is not None else None, ("error_on_collective",)),
+        (getattr(fake, "Options", None), ("error_on_collective",)),
     ]
     return [name for thing, names in wanted for name in names if not hasattr(thing, name)]

@@ -73,7 +73,7 @@ class AgentLine:
         if is_late:
             self.refuse(_OUTSIDE)
 
-    def park(self, first_step: int) -> tuple[LaunchRequest, list[int]]:
+    def park(self, first_step: int, last_step: int) -> tuple[LaunchRequest, list[int]]:
         """Report that this process is parked; return its next launch request and descriptors.
 
         There is no limit of the wait, because the agent kills a process that it does not need.
@@ -81,7 +81,7 @@ class AgentLine:
         with self._lock:
             self._may_stay = False
             self._page.set(HeartbeatField.MAY_STAY, 0)
-        self._report(Parked(self._generation, first_step, self.renewals))
+        self._report(Parked(self._generation, first_step, last_step, self.renewals))
         request, fds = self._launches.get()
         self._revoked.clear()
         self.renewals += 1

@@ -19,7 +19,7 @@ import json
 import logging
 import os
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -42,6 +42,7 @@ from ftrun.worker.survivors.groups import ProcessGroups
 from ftrun.worker.survivors.guard import CONFIRM_S, is_of_broken_connection
 from ftrun.worker.survivors.line import AgentLine
 from ftrun.worker.survivors.rehearsal import read_newest
+from ftrun.worker.survivors.reset import reducing_alone
 from ftrun.worker.survivors.set_up import SetUp
 
 if TYPE_CHECKING:
@@ -73,7 +74,7 @@ class StayingProcess:
         self.groups = ProcessGroups()
         is_alone = launch.joins or launch.rehearses
         load = partial(read_newest, context, partial(saved_part, context, SET_UP))
-        self.set_up = SetUp(self.groups, load if is_alone else None)
+        self.set_up = SetUp(self.groups, load if is_alone else None, context.generation)
         self.line = AgentLine(launch.descriptors["line"], context.page, self.groups.abort)
         self._context = context
         self._variables = dict(os.environ)
@@ -126,10 +127,17 @@ class Survivor:
         self._protection = protection
         self._first_step = 0
         """Oldest step to which this process can go back inside its loop."""
+        self._last_step = 0
+        """Newest step to which it can go inside its loop."""
         self._may_stay = False
+        self._is_judged = False
+        """It is known whether this process may stay, in this loop and generation."""
         self._is_guarded = True
         """The last turn that was handed out has entered its guard."""
         self._is_rehearsed = False
+        """The one turn of a rehearsal has begun."""
+        self._rehearsing = ExitStack()
+        self._rehearsal_problem = ""
 
     # --- for the loop and its guard --------------------------------------------------------
 
@@ -142,16 +150,25 @@ class Survivor:
         return self._line.is_revoked or self._is_rehearsed
 
     def await_end(self, error: Exception) -> bool:
+        if self._is_rehearsed:
+            self._rehearsal_problem = f"its turn failed: {type(error).__name__}: {error}"
         if self.is_over:
             return True
         if not self._may_stay or not is_of_broken_connection(error):
             return False
         return self._line.await_revoke(CONFIRM_S)
 
-    def enter_loop(self, step: int, *, is_restored: bool) -> None:
-        """`is_restored`: this loop continues at the restored version, so it can go back to it."""
+    def enter_loop(self, step: int, *, last_step: int, is_restored: bool) -> None:
+        """Note the steps between which this process can move.
+
+        Args:
+            step: at the start of the loop.
+            last_step: at its end, or before.
+            is_restored: the loop continues at the restored version, so it can go back to it.
+        """
         self._first_step = step if is_restored else step + 1
-        self._is_guarded = True
+        self._last_step = last_step
+        self._is_guarded, self._is_judged = True, False
 
     def show_loop(self, epoch: int, number: int) -> None:
         self._context.page.set(HeartbeatField.LOOP, epoch << 20 | number)
@@ -162,14 +179,16 @@ class Survivor:
         self._line.set_may_stay(False)
 
     def begin_turn(self) -> None:
-        if not self._is_guarded:
+        if not self._is_guarded and not self.is_rehearsal:
+            self._is_judged = True
             self._set_problem(NO_GUARD)
         self._is_guarded = False
         self._is_rehearsed = self.is_rehearsal
 
     def enter_turn(self) -> None:
         self._is_guarded = True
-        if not self._may_stay and not self.is_rehearsal:
+        if not self._is_judged and not self.is_rehearsal:
+            self._is_judged = True
             self._set_problem(self._problem())
 
     def _set_problem(self, problem: str) -> None:
@@ -198,15 +217,16 @@ class Survivor:
     def park(self) -> None:
         """Wait for the next launch request, and replace the last one by it."""
         crash_point("worker.renew.revoked")
-        self._may_stay = False
+        self._may_stay = self._is_judged = False
+        self._rehearsing.close()
         self._groups.detach()
         if torch.accelerator.is_available():
             torch.accelerator.synchronize()
         self._protection.leave()
-        if problem := self._groups.problem:
+        if problem := self._groups.problem or self._rehearsal_problem:
             self._line.refuse(problem)
         crash_point("worker.renew.parked")
-        request, fds = self._line.park(self._first_step)
+        request, fds = self._line.park(self._first_step, self._last_step)
         self._process.launch_again(request, fds)
         self._is_rehearsed = False
         self._groups.stand_in()
@@ -217,6 +237,8 @@ class Survivor:
         self._process.set_up.finish()
         if self._context.launch.rehearses:
             self._groups.stand_in()
+            wrappers = self._protection.buckets.wrappers()
+            self._rehearsing.enter_context(reducing_alone(wrappers.values()))
         elif self._context.launch.joins:
             self.join(buckets())
 
@@ -232,12 +254,15 @@ class Survivor:
         timeout = timedelta(seconds=_CONNECT_S)
         self._groups.renew(store, context.generation, timeout)
         crash_point("worker.renew.connected")
-        mine = [self._groups.digest(), str(context.restore), buckets, str(torch.__version__)]
+        mine = [
+            self._groups.digest(), self._process.set_up.origin, str(context.restore), buckets,
+            str(torch.__version__),
+        ]  # fmt: skip
         digest = hashlib.sha256(json.dumps(mine).encode()).hexdigest()
         if store.compare_set("digest", "", digest).decode() != digest:
             raise JoinRefused(
                 f"rank {context.rank} cannot join the others: it differs from another rank in its "
-                f"process groups, restored version, gradient buckets or torch: {mine}"
+                f"process groups, set-up, restored version, gradient buckets or torch: {mine}"
             )
         context.page.set(HeartbeatField.INIT_GROUP_NS, clock.now_ns())
         introspection.start_server(context)

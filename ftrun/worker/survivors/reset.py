@@ -20,6 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._C._distributed_c10d import HashStore
 from torch.nn.parallel import DistributedDataParallel
 
 from ftrun.worker.state.determinism import warm_buckets
@@ -147,8 +148,8 @@ def _alone_in(group: dist.ProcessGroup) -> dist.ProcessGroup:
     place = (group.rank(), group.size())
     if place not in _alone:
         if _one_rank is None:
-            _one_rank = dist.ProcessGroupGloo(dist.HashStore(), 0, 1, timeout=_TIMEOUT)
-        made = dist.ProcessGroup(dist.HashStore(), *place)
+            _one_rank = dist.ProcessGroupGloo(HashStore(), 0, 1, timeout=_TIMEOUT)
+        made = dist.ProcessGroup(HashStore(), *place)
         kind = dist.ProcessGroup.BackendType.GLOO
         for device in group._device_types:
             made._register_backend(device, kind, _one_rank)

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed import distributed_c10d as c10d
+from torch.distributed import distributed_c10d
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parallel import DistributedDataParallel
 
@@ -31,6 +31,8 @@ from ftrun.errors import SetUpDiffers, ValueNotStorable
 from ftrun.snapshot.plain_values import decode, encode
 from ftrun.worker.survivors.alone import LocalGroups
 from ftrun.worker.survivors.groups import ProcessGroups
+
+c10d: Any = distributed_c10d
 
 MAX_BYTES = 256 << 10
 """Of all recorded results of a rank."""
@@ -59,7 +61,8 @@ _MESSAGES = (
 class _Span(NamedTuple):
     """Bytes of a storage that a call has written to."""
 
-    storage: StorageWeakRef
+    storage: Any
+    """A `StorageWeakRef`, which also keeps the storage's address from being used again."""
     first: int
     last: int
 
@@ -77,12 +80,17 @@ class SetUp:
     Args:
         load: returns the record of the rank's earlier set-up, which makes this process set up
             alone; it is called once, at the first collective or at the end. None: with the others.
+        generation: of this process.
     """
 
     def __init__(
-        self, groups: ProcessGroups, load: Callable[[], Mapping[str, Any]] | None = None
+        self,
+        groups: ProcessGroups,
+        load: Callable[[], Mapping[str, Any]] | None = None,
+        generation: int = 0,
     ) -> None:
         self._groups = groups
+        self._origin = generation
         self._load = load
         self._local = None if load is None else LocalGroups(groups)
         self._record: list[tuple[str, bytes | None]] = []
@@ -91,9 +99,11 @@ class SetUp:
         self._open: list[_OpenCall] = []
         self._covered: dict[str, int] = {}
         self._problem = ""
+        self._has_met = False
         self._thread = threading.get_ident()
         self._is_over = self._is_inside = False
-        self._replaced: list[tuple[types.ModuleType, str, Any]] = []
+        self._replaced: list[tuple[types.ModuleType, str, Any, Any]] = []
+        """Module, name, what torch has there, what takes its place."""
         self._install()
 
     @property
@@ -104,6 +114,16 @@ class SetUp:
     def problem(self) -> str:
         """Why another process cannot set up this rank alone; empty: it can, see also `unknown`."""
         return self._problem
+
+    @property
+    def origin(self) -> int:
+        """The generation whose ranks made this set-up together; equal on all ranks that may join.
+
+        A version of an earlier generation has the results of another set-up than the ranks that
+        stay.
+        """
+        self._read()
+        return self._origin
 
     def unknown(self, attached: Iterable[torch.Tensor]) -> str:
         """The first call whose result is neither recorded nor attached; empty: there is none."""
@@ -121,22 +141,26 @@ class SetUp:
     def export(self) -> dict[str, Any]:
         """The record, for `load` of a process that sets up this rank alone."""
         self._read()
-        return {"calls": self._record}
+        return {"generation": self._origin, "calls": self._record}
 
     def finish(self) -> None:
         """End the set-up. Raises SetUpDiffers if this process has made fewer calls than before."""
         if self._is_over:
             return
         self._is_over = True
-        for module, name, original in self._replaced:
-            setattr(module, name, original)
+        for module, name, original, wrapper in self._replaced:
+            if getattr(module, name) is wrapper:  # else the script has replaced it too
+                setattr(module, name, original)
         if self._local is not None:
             self._local.close()
             self._read()
             if self._replayed < len(self._record):
                 raise SetUpDiffers("the end of the set-up", self._record[self._replayed][0])
             return
-        for name, count in self._groups.calls().items():
+        counts = self._groups.calls()
+        if counts and not self._has_met:
+            self._fail("init_process_group was given a store of the script")
+        for name, count in counts.items():
             if (unknown := count - self._covered.get(name, 0)) > 0:  # Rule 2
                 self._fail(
                     f"{unknown} collectives of group {name} before the first turn were called "
@@ -149,7 +173,9 @@ class SetUp:
     def _read(self) -> None:
         load, self._load = self._load, None
         if load is not None:
-            self._record = [(str(text), result) for text, result in load()["calls"]]
+            record = load()
+            self._origin = record["generation"]
+            self._record = [(str(text), result) for text, result in record["calls"]]
 
     # --- calls ---------------------------------------------------------------------------------
 
@@ -163,9 +189,20 @@ class SetUp:
                 continue
             for name, value in list(vars(module).items()):
                 if (wrapper := wrappers.get(id(value))) is not None:
-                    self._replaced.append((module, name, value))
-                    setattr(module, name, wrapper)
+                    self._replace(module, name, wrapper)
         self._wrap_ddp()
+        if not self.is_alone:
+            meet = c10d.rendezvous
+
+            def noted(*args: Any, **kwargs: Any) -> Any:
+                self._has_met = True
+                return meet(*args, **kwargs)
+
+            self._replace(c10d, "rendezvous", noted)
+
+    def _replace(self, module: types.ModuleType, name: str, wrapper: Any) -> None:
+        self._replaced.append((module, name, getattr(module, name), wrapper))
+        setattr(module, name, wrapper)
 
     def _wrap(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
         signature = inspect.signature(original)
@@ -200,7 +237,7 @@ class SetUp:
                 self._is_inside = False
 
         # It stays after the set-up, because a later wrapper may have it as its original.
-        DistributedDataParallel.__init__ = construct  # type: ignore[method-assign]
+        DistributedDataParallel.__init__ = construct  # type: ignore[method-assign, assignment]
 
     def _is_elsewhere(self) -> bool:
         """Whether a call is not one of the script's own during the set-up."""
@@ -220,8 +257,11 @@ class SetUp:
             return run() if is_async else None
         before = self._groups.calls()
         result = run()
-        self._cover(before)
-        self._note(text, output, is_known=not is_async)
+        try:
+            self._cover(before)
+            self._note(text, output, is_known=not is_async)
+        except Exception as error:  # noqa: BLE001 - a bug in ftrun must not end the script
+            self._fail(f"a bug in ftrun: {error!r}")
         return result
 
     def _constructed(self, module: nn.Module, before: Mapping[str, int]) -> None:
@@ -339,15 +379,16 @@ def _tensor(stored: list[Any]) -> torch.Tensor:
 def _span(tensor: torch.Tensor) -> _Span:
     tensor = getattr(tensor, "_local_tensor", tensor)
     size = tensor.element_size()
-    first = tensor.storage_offset() * size
+    first = int(tensor.storage_offset()) * size
     extent = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
     last = first + ((extent + 1) * size if tensor.numel() else 0)
-    return _Span(StorageWeakRef(tensor.untyped_storage()), first, last)
+    storage: Any = StorageWeakRef
+    return _Span(storage(tensor.untyped_storage()), first, last)
 
 
 def _group_name(given: Mapping[str, Any]) -> str:
-    group = given.get("group") or dist.group.WORLD
-    return str(c10d._world.pg_names.get(group, "of other ranks"))  # type: ignore[call-overload]
+    names: dict[Any, str] = {**c10d._world.pg_names}
+    return names.get(given.get("group") or dist.group.WORLD, "of other ranks")
 
 
 def _caller() -> str:

@@ -1,10 +1,10 @@
 """A small training with everything an exact resume depends on; it writes each loss to a file.
 
 Arguments: folder for the losses, steps or epochs, then switches: ddp, fsdp, workers, persistent,
-stateful, epochs, late-ddp, batchnorm, accumulate, amp, two-devices, an option of AdamW (foreach,
+stateful, epochs, long (passes), late-ddp, batchnorm, accumulate, amp, two-devices, an option of AdamW (foreach,
 fused, capturable), die=STEP (SIGKILL after that number of iterations of this process), and
 kill=RANK:STEP:PLACE (SIGKILL of a rank in a step, once in a run; PLACE is forward, backward,
-optimizer, or end).
+optimizer, or end), pace=SECONDS (in each step).
 
 The training is on torch's default device.
 """
@@ -13,6 +13,7 @@ import os
 import random
 import signal
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -28,10 +29,13 @@ OPTIONS = ("foreach", "fused", "capturable")
 
 
 class Numbers(Dataset):
-    """Forty samples."""
+    """Samples without random draws."""
+
+    def __init__(self, length: int) -> None:
+        self._length = length
 
     def __len__(self) -> int:
-        return 40
+        return self._length
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         x = torch.arange(8, dtype=torch.float32) * (index + 1) / 40
@@ -62,7 +66,7 @@ def model_of(switches: set[str]) -> nn.Sequential:
 
 
 def loader_of(switches: set[str], rank: int, world_size: int) -> DataLoader:
-    data = Numbers()
+    data = Numbers(160 if "long" in switches else 40)
     sampler = DistributedSampler(data, world_size, rank, seed=3) if world_size > 1 else None
     workers = 2 if "workers" in switches else 0
     kind = DataLoader
@@ -121,12 +125,13 @@ class Training:
         x, y = batch
         noise = random.random() * 1e-3 + np.random.rand() * 1e-3
         with torch.autocast(self.kind, torch.bfloat16, enabled=self.is_mixed):
+            wide = self.plain[0].register_forward_hook(
+                lambda *given: given[2].register_hook(lambda _: reach("backward")) and None
+            )
             loss = nn.functional.mse_loss(self.model(x + noise), y)
-        # The gradients of the last layers are being reduced then.
-        hook = next(iter(self.plain.parameters())).register_hook(lambda _: reach("backward"))
+            wide.remove()
         reach("forward")
         self.scaler.scale(loss).backward()
-        hook.remove()
         if not self.accumulates or is_odd:
             self.scaler.step(self.optimizer)
             self.scaler.update()
@@ -155,6 +160,7 @@ def main() -> None:
     folder, total = Path(sys.argv[1]), int(sys.argv[2])
     switches = set(sys.argv[3:])
     die_after = next((int(s[4:]) for s in switches if s.startswith("die=")), -1)
+    pace_s = next((float(s[5:]) for s in switches if s.startswith("pace=")), 0.0)
     world_size, rank = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("RANK", 0))
     torch.manual_seed(7)
     np.random.seed(7)
@@ -162,17 +168,19 @@ def main() -> None:
     training = Training(switches, rank, world_size)
     session = training.session
     turns = 0
-    with (folder / f"loss.{rank}.{session.generation}").open("w", buffering=1) as log:
+    with (folder / f"loss.{rank}.{session.generation}").open("a", buffering=1) as log:
         for _epoch in session.epochs(total):
             for batch in session.batches(training.loader):
                 with session.guard():
                     reach = killed_at(switches, folder, rank, session.step)
                     loss = training.step(batch, reach)
-                    log.write(f"{session.step + 1} {loss.item().hex()}\n")
+                    if not session.is_rehearsal:
+                        log.write(f"{session.step + 1} {loss.item().hex()}\n")
                     turns += 1
                     if turns == die_after:
                         os.kill(os.getpid(), signal.SIGKILL)
                     reach("end")
+                    time.sleep(pace_s)
     tensors = training.plain.state_dict().values()
     state = [one.to_local() if hasattr(one, "to_local") else one for one in tensors]
     torch.save([session.step, [one.cpu() for one in state]], folder / f"end.{rank}.pt")
