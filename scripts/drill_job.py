@@ -55,17 +55,19 @@ def main() -> None:
 
     for _ in session.epochs(args.steps * BATCH // SAMPLES_PER_RANK):
         for (x,) in session.batches(loader):
-            step = session.step
-            loss = model(x + 0.01 * torch.randn_like(x)).pow(2).mean()
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            scheduler.step()
-            mean = loss.detach() / world_size
-            dist.all_reduce(mean)  # as in most scripts, so a collective is skipped briefly
-            session.report(loss=mean)
-            notes.write("step", step=step, loss=loss.item().hex(), **kept(), **where)
-            pace(args, step)
+            with session.guard():
+                step = session.step
+                loss = model(x + 0.01 * torch.randn_like(x)).pow(2).mean()
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+                scheduler.step()
+                mean = loss.detach() / world_size
+                dist.all_reduce(mean)  # as in most scripts, so a collective is skipped briefly
+                session.report(loss=mean)
+                now = {"generation": session.generation}  # it changes if this process stays
+                notes.write("step", step=step, loss=loss.item().hex(), **kept(), **{**where, **now})
+                pace(args, step)
     notes.write("end", step=session.step, digest=digest_of(plain, optimizer), **where)
     dist.barrier()
     dist.destroy_process_group()

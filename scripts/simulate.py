@@ -40,6 +40,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 from simulation.mishaps import has_mishaps  # noqa: E402
 from simulation.run import Outcome, Simulation, run_seed  # noqa: E402
 from simulation.scenario import MODES  # noqa: E402
+from simulation.survivors import have_survivors  # noqa: E402
 from simulation.traffic import (  # noqa: E402
     HEARTBEAT_S,
     RANKS_PER_NODE,
@@ -68,8 +69,9 @@ _WIDTH = 400
 COUNTERS = ("verdicts", "faults", "happened")
 """Fields of a tally."""
 
-Chunk = tuple[int, int, tuple[str, ...], bool, bool]
-"""First seed, the one after the last, modes, whether to run each twice, whether with mishaps."""
+WORLDS = {"": None, "mishaps": has_mishaps, "survivors": have_survivors}
+Chunk = tuple[int, int, tuple[str, ...], bool, str]
+"""First seed, the one after the last, modes, whether to run each twice, a key of `WORLDS`."""
 
 
 @dataclass
@@ -129,19 +131,19 @@ def main() -> int:
     if args.traffic is not None:
         return show_traffic(args)
     if args.seed is not None:
-        return max([replay(args.seed, mode, args.mishaps) for mode in args.modes])
+        return max([replay(args.seed, mode, args.world) for mode in args.modes])
     return run_many(args)
 
 
 # --- one seed ---------------------------------------------------------------------------------
 
 
-def replay(seed: int, mode: str, mishaps: bool) -> int:
+def replay(seed: int, mode: str, world: str) -> int:
     """Print the whole trace of one world."""
 
     def prepare(simulation: Simulation) -> None:
-        if mishaps:
-            has_mishaps(simulation)
+        if (change := WORLDS[world]) is not None:
+            change(simulation)
         scenario = simulation.scenario
         print(f"seed {seed}, {mode}\n")
         for one in fields(scenario):
@@ -200,7 +202,7 @@ def tallies(args: argparse.Namespace) -> Iterator[Tally]:
     """The results of the seeds, chunk by chunk."""
     end = args.first + args.seeds
     chunks = (
-        (first, min(first + CHUNK, end), args.modes, args.twice, args.mishaps)
+        (first, min(first + CHUNK, end), args.modes, args.twice, args.world)
         for first in range(args.first, end, CHUNK)
     )
     if args.jobs == 1:
@@ -214,8 +216,8 @@ def tallies(args: argparse.Namespace) -> Iterator[Tally]:
 
 
 def run_chunk(chunk: Chunk) -> Tally:
-    first, end, modes, is_twice, mishaps = chunk
-    prepare = has_mishaps if mishaps else None
+    first, end, modes, is_twice, world = chunk
+    prepare = WORLDS[world]
     tally = Tally()
     for seed in range(first, end):
         for mode in modes:
@@ -252,12 +254,12 @@ def hangs_are_errors() -> Iterator[None]:
 
 def replay_command(seed: int, mode: str, args: argparse.Namespace) -> str:
     command = f"python scripts/simulate.py --seed {seed} --mode {mode}"
-    return f"{command} --mishaps" if args.mishaps else command
+    return f"{command} --{args.world}" if args.world else command
 
 
 def kind_of(args: argparse.Namespace) -> str:
     """What figures must have in common to be added."""
-    return f"{' '.join(args.modes)}{' mishaps' * args.mishaps}{' twice' * args.twice}"
+    return f"{' '.join(args.modes)}{f' {args.world}' if args.world else ''}{' twice' * args.twice}"
 
 
 def report_progress(total: Tally, wanted: int) -> None:
@@ -351,9 +353,21 @@ def parse_arguments() -> argparse.Namespace:
         "--from", type=int, default=0, dest="first", metavar="M", help="the first of --seeds (0)"
     )
     parser.option("--jobs", int, len(os.sched_getaffinity(0)), "processes for --seeds")
-    parser.add_argument(
+    world = parser.add_mutually_exclusive_group()
+    world.add_argument(
+        "--survivors",
+        action="store_const",
+        const="survivors",
+        dest="world",
+        default="",
+        help="with restart.survivors: ranks keep their processes when others fail",
+    )
+    world.add_argument(
         "--mishaps",
-        action="store_true",
+        action="store_const",
+        const="mishaps",
+        dest="world",
+        default="",
         help="with clocks of other rates, firewalls that refuse, ranks that survive their agent or "
         "cannot be killed, dead threads, and checkpoints that do not load",
     )

@@ -82,13 +82,13 @@ class RestartConfig(_Section, frozen=True, kw_only=True):
         ge=1)] = 3
     survivors: Annotated[Literal["off", "on"], _meta(
         "on: if a rank or a node fails, ranks inside session.guard() keep their processes, and "
-        "only the others start anew; off: all ranks start anew")] = "off"
+        "only the others start again; off: all ranks do")] = "off"
     rehearse: Annotated[Literal["all"] | Annotated[int, Meta(ge=0)], _meta(
         "standbys of each node that set up as one of its ranks and make a step that is discarded, "
         "so that the rank continues at once if it fails; needs survivors: on",
         wanted="all or a whole number of at least 0")] = 0
     max_renewals: Annotated[int, _meta(
-        "restarts through which one process may stay; then all ranks start anew", ge=1)] = 16
+        "restarts through which one process may stay; then all ranks start again", ge=1)] = 16
     park_s: Annotated[float, _meta(
         "a rank that may stay and does not stop its turn within this time is replaced too",
         gt=0, le=8)] = 5.0

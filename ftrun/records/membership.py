@@ -32,7 +32,7 @@ class RanksStayed(Note, frozen=True, tag="ranks_stayed"):
 
     generation: Whole
     staying: tuple[Whole, ...]
-    started: tuple[Whole, ...]  # ranks that start anew
+    started: tuple[Whole, ...]  # ranks in new processes
 
 
 class VotersChanged(Note, frozen=True, tag="voters_changed"):

@@ -15,8 +15,8 @@ MODULES = sorted(PACKAGE.rglob("*.py"))
 MAX_MODULE_LINES = 500
 MAX_FOLDER_MODULES = 12
 BUDGETS = {
-    "agent": 15_450, "cli": 4_450, "config": 850, "erasure": 1_200, "integrations": 1_500,
-    "membership": 5_050, "monitor": 4_650, "network": 3_250, "records": 800, "recovery": 3_900,
+    "agent": 16_050, "cli": 4_500, "config": 850, "erasure": 1_200, "integrations": 1_500,
+    "membership": 5_250, "monitor": 4_650, "network": 3_250, "records": 800, "recovery": 3_900,
     "sharding": 3_600, "smp": 13_700, "snapshot": 2_250, "tools": 13_750, "wire": 5_800,
     "worker": 15_650, "ftrun": 1_700,
 }  # fmt: skip

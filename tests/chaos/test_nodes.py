@@ -8,6 +8,7 @@ import os
 import secrets
 import signal
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -112,6 +113,37 @@ def test_a_node_that_gets_sigterm_costs_no_step_and_a_short_pause(
     assert (row.steps_lost, row.recoveries) == (0, 1)
     assert row.seconds is not None
     assert row.seconds < LOADED * FAULTS[name].most_s
+
+
+SURVIVORS = ("--survivors", "on")
+WITH_SURVIVORS = ["rank-kill", "lead-power-off", "recovery", "two-at-once", "flap", "agent-stopped"]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", WITH_SURVIVORS)
+def test_fault_changes_no_byte_where_ranks_may_stay(
+    name: str, tmp_path: Path, undisturbed: BaselineRuns
+) -> None:
+    fault = FAULTS[name]
+    row = drill(replace(fault, flags=(*fault.flags, *SURVIVORS)), "ddp", tmp_path, undisturbed)
+    assert row.equal, row.problem
+
+
+def test_the_ranks_of_other_nodes_stay_when_a_node_is_lost(
+    nodes: Start, tmp_path: Path, undisturbed: BaselineRuns
+) -> None:
+    names, expected = undisturbed_end(undisturbed, "ddp", 2)
+    run = nodes(2, *SURVIVORS, others=1, spares=1)
+    run.start_all()
+    run.wait_for_step(STEPS // 4)
+    lost = run.node_of(1)
+    stays = run.node_of(0)
+    run.fault("kill", lost)
+    run.may_end(lost)
+    run.finish()
+    assert not difference(expected, [outcome_of(tmp_path / name) for name in names])
+    first, second = run.journal(stays, "generation_started")
+    assert (second["staying"], second["pids"]) == ([0], first["pids"])
 
 
 def test_clocks_that_differ_by_hours_change_nothing(

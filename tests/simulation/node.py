@@ -613,8 +613,7 @@ class SimulatedExecutor:
         if restored is None and self._reads_checkpoint(plan):
             restored, name, rejected = node.simulation.load_checkpoint(node, plan)
             problem = "" if restored is not None else "no checkpoint can be used"
-        if node.ranks is not None and not set(node.ranks.locals) <= {*plan.staying}:
-            node.end_ranks()
+        self._end_unnamed(plan)
         smp.void_after(restored if restored is not None else NOTHING)
         node.restored_in[plan.generation] = restored
         self.plan, node.page = plan, Page(restored, as_version(plan.committed))
@@ -623,6 +622,11 @@ class SimulatedExecutor:
         node.memory.kept = (plan, False)
         pair = (int(restored.generation), int(restored.step)) if restored is not None else None
         self.agent.think(GenerationInstalled(plan.generation, pair, problem, name, rejected))
+
+    def _end_unnamed(self, plan: GenerationPlan) -> None:
+        ranks = self.node.ranks
+        if ranks is not None and not set(ranks.locals) <= {*plan.staying}:
+            self.node.end_ranks()
 
     def _run(self, plan: GenerationPlan) -> None:
         node = self.node

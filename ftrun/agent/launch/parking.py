@@ -107,7 +107,12 @@ class RankParking:
 
 def parked_ranks(handles: Sequence[WorkerHandle]) -> tuple[ParkedRank, ...]:
     return tuple(
-        ParkedRank(handle.slot.rank, handle.parked.first_step, handle.parked.renewals)
+        ParkedRank(
+            handle.slot.rank,
+            handle.parked.first_step,
+            handle.parked.renewals,
+            handle.parked.last_step,
+        )
         for handle in handles
         if handle.parked is not None and handle.child.status is None
     )

@@ -80,9 +80,9 @@ def _problems(
 
 def _problems_of_ranks(parked: Sequence[ParkedRank], step: int, max_renewals: int) -> Iterator[str]:
     for one in parked:
-        if one.first_step > step:
+        if not one.first_step <= step <= one.last_step:
             yield (
-                f"rank {one.rank} can go back to step {one.first_step} at the earliest, and step "
+                f"rank {one.rank} can go to steps {one.first_step} to {one.last_step}, and step "
                 f"{step} is restored"
             )
         if one.renewals >= max_renewals:

@@ -214,7 +214,7 @@ class GenerationPlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     witness: int = 0  # life of the outside witness, if it votes too; 0: none votes
     paths: NetworkPlan | None = None  # use of the paths, with `--network-plan on`
     restore_survives: int = 0  # nodes of each group of `sources` that may still be lost
-    staying: list[int] = []  # ranks whose processes stay; all others are started anew
+    staying: list[int] = []  # ranks whose processes stay; all others start in new ones
     not_staying: str = ""  # why none stays although the ballot asked for it
 
     @property

@@ -84,6 +84,7 @@ class ParkedRank(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_
     rank: int
     first_step: int  # the oldest step that it can go back to
     renewals: int  # generations that this process has joined after its first one
+    last_step: int = 2**62  # the newest step that it can go to
 
 
 class Promise(Message, frozen=True, tag="Promise"):

@@ -64,8 +64,9 @@ def test_the_ranks_of_a_lost_node_may_be_on_another_node() -> None:
         ("on node c rank 2 has made no step", {"stay_problem": "rank 2 has made no step"}, {}),
         ("node c gets other ranks", {}, {"members": "cba"}),
         ("of node c have run generation 3", {"parked_in": 3}, {}),
-        ("rank 2 can go back to step 21 at the earliest, and step 20",
-         {"parked": (ParkedRank(2, 21, 0),)}, {}),
+        ("rank 2 can go to steps 21 to 40, and step 20 is restored",
+         {"parked": (ParkedRank(2, 21, 0, 40),)}, {}),
+        ("steps 0 to 19", {"parked": (ParkedRank(2, 0, 0, 19),)}, {}),
         ("rank 2 has stayed 16 times", {"parked": (ParkedRank(2, 20, 16),)}, {}),
     ],
 )  # fmt: skip
