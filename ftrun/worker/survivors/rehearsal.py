@@ -40,12 +40,12 @@ def read_newest(context: WorkerContext, read: Callable[[], _Found]) -> _Found:
         problem: Exception | None = None
         try:
             found = read()
-        except Exception as error:  # noqa: BLE001 - bytes that change may be anything
+            if _is_there(context, wanted):
+                return found
+        except Exception as error:  # bytes that change may be anything
+            if _is_there(context, wanted):
+                raise
             problem = error
-        if _is_there(context, wanted):
-            if problem is not None:
-                raise problem
-            return found
         if clock.now_s() > give_up_s:
             raise SnapshotError(
                 f"no version of rank {context.rank} could be read within {GIVE_UP_S:.0f} s before "

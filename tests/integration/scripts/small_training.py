@@ -1,8 +1,8 @@
 """A small training with everything an exact resume depends on; it writes each loss to a file.
 
 Arguments: folder for the losses, steps or epochs, then switches: ddp, fsdp, workers, persistent,
-stateful, epochs, long (passes), late-ddp, batchnorm, accumulate, amp, two-devices, an option of AdamW (foreach,
-fused, capturable), die=STEP (SIGKILL after that number of iterations of this process), and
+stateful, epochs, long (passes), late-ddp, batchnorm, accumulate, amp, two-devices, an option of
+AdamW (foreach, fused, capturable), die=STEP (SIGKILL after that number of iterations of this process), and
 kill=RANK:STEP:PLACE (SIGKILL of a rank in a step, once in a run; PLACE is forward, backward,
 optimizer, or end), pace=SECONDS (in each step).
 
