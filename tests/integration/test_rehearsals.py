@@ -59,7 +59,7 @@ def losses(folder: Path, set_up_s: float) -> dict[tuple[int, int], str]:
 
 
 def open_gate(folder: Path, step: int) -> None:
-    """Let the ranks go on, which all-reduce in this step until then."""
+    """Let the ranks continue, which all-reduce in this step until then."""
     (folder / f"open-{step}").touch()
 
 
@@ -109,6 +109,8 @@ def test_a_rehearsed_rank_continues_without_its_set_up(
     new = run.pids()
     assert new[0] == old[0], "it stays"
     assert os.getpriority(os.PRIO_PROCESS, new[1]) == os.getpriority(os.PRIO_PROCESS, new[0])
+    scores = [Path(f"/proc/{pid}/oom_score_adj").read_text() for pid in new]
+    assert scores[1] == scores[0]
     assert "rehearsed" in [one["start"] for one in run.status()["ranks"]]  # type: ignore[attr-defined]
 
     wait_for_gate(run, tmp_path, 20)

@@ -8,7 +8,7 @@ Survives: the end of a rehearsal: its rank is then forked, as without it.
 
 Rule 1: nothing of a rehearsal counts as its rank's: it has its own page, line and log, no error
         file, and no socket of a flight recorder.
-Rule 2: one at a time, at low priority, after each rank here has made `MIN_STEPS` steps. If the
+Rule 2: one at a time, at low priority (also for the OOM killer), after each rank here has made `MIN_STEPS` steps. If the
         generation ends before it has parked, it is killed, so that the restart has the processors.
 Rule 3: a rehearsal belongs to the processes that run now: it has the results of their set-up. When
         all ranks start again, or the world changes, it is killed.
@@ -36,7 +36,7 @@ from ftrun.agent.launch.rank_trees import RankTrees
 from ftrun.agent.launch.warm_start import LaunchSlot, WorkerHandle
 from ftrun.agent.launch.zygote_client import ZygoteClient, ZygoteUnavailable
 from ftrun.ids import Rank, version
-from ftrun.linux import available_memory
+from ftrun.linux import OOM_SCORE, available_memory
 from ftrun.monitor.worker_exits import exit_text
 from ftrun.records.snapshots import RankRehearsed
 from ftrun.wire.messages.worker import LaunchRequest, Parked
@@ -52,6 +52,7 @@ if TYPE_CHECKING:
 
 MIN_STEPS = 3
 _NICER = 10
+_FIRST_TO_GO = 900  # OOM score of a rehearsal, so that the kernel does not kill a rank first
 _LEAST_LIMIT_S, _LIMIT_FACTOR = 300.0, 20.0
 """Longest rehearsal: this time, and this multiple of the set-up of the rank itself."""
 
@@ -146,7 +147,7 @@ class Rehearsals:
                 self._end(self._parked.pop(rank))
             elif local not in taken and parked and parked.first_step <= request.restore.step:
                 del self._parked[rank]
-                self._restore_priority(handle.pid)
+                self._make_equal(handle.pid)
                 _close_slot(handle.slot)
                 handle.local_rank_id = local
                 found[local] = handle
@@ -204,6 +205,7 @@ class Rehearsals:
         except (OSError, ZygoteUnavailable) as error:
             self._fail(rank, str(error))
             return
+        _set_oom_score(started.pid, _FIRST_TO_GO)
         if self._may_be_nice:
             _set_priority(started.pid, os.getpriority(os.PRIO_PROCESS, 0) + _NICER)
         self._begun_s[rank] = now_s
@@ -344,10 +346,12 @@ class Rehearsals:
     def _reap(self) -> None:
         self._ending = [one for one in self._ending if not one.child.reap()]
 
-    def _restore_priority(self, pid: int) -> None:
-        if self._may_be_nice:
-            nice = os.getpriority(os.PRIO_PROCESS, 0)
-            for one in (pid, *process_tree.descendants_by_list([pid])):
+    def _make_equal(self, pid: int) -> None:
+        """Give a standby and its children the priority of a rank, also for the OOM killer."""
+        nice = os.getpriority(os.PRIO_PROCESS, 0)
+        for one in (pid, *process_tree.descendants_by_list([pid])):
+            _set_oom_score(one, OOM_SCORE)
+            if self._may_be_nice:
                 _set_priority(one, nice)
 
 
@@ -395,6 +399,11 @@ def _can_take_back_priority() -> bool:
     thread.start()
     thread.join()
     return bool(found)
+
+
+def _set_oom_score(pid: int, score: int) -> None:
+    with suppress(OSError):  # it has ended, or a container forbids it
+        Path(f"/proc/{pid}/oom_score_adj").write_text(str(score), encoding="ascii")
 
 
 def _set_priority(pid: int, nice: int) -> None:

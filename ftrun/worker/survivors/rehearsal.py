@@ -4,7 +4,7 @@ Runs in:  worker, training thread, before the first turn.
 Takes in: the committed version on the command page of the generation that runs; the rank's arena.
 Gives:    a read of one version as a whole.
 
-The rank goes on to overwrite older versions. It makes a slot's header invalid before it writes to
+The rank overwrites older versions. It makes a slot's header invalid before it writes to
 the slot. So if the header is still valid after a read, the read was of that version.
 """
 
