@@ -388,6 +388,8 @@ class Loops(ABC):
             self._in_hand = None
 
     def _leave_early(self, driver: str) -> None:
+        if self._stay is not None:
+            self._stay.leave_early()
         self._left = "" if driver == "steps()" else driver
         if self._has_stepped and driver != "epochs()":
             self._force = True

@@ -271,6 +271,9 @@ class Session(Loops):
         """Stop taking snapshots. `attach` may be called again, for a session without snapshots."""
         self.is_closed = True
         self._end_hook()
+        if self._survivor is not None:
+            self._survivor.leave_loop()
+            self._survivor = None
         if self._protection is not None:
             self._protection.close()
             self._protection = None
@@ -440,7 +443,9 @@ class Session(Loops):
         if self._recording is not None:
             allowed = self._recording.boundary(self._step) and allowed
         self._protection.boundary(self._step, self._own_state, force=force, allowed=allowed)
-        self._loaders.forget_before(self._protection.oldest_step)
+        if self._survivor is not None:
+            oldest = self._protection.oldest_step if self._survivor.may_stay else self._step
+            self._loaders.forget_before(oldest)
         if handle is not None:
             self._protection.passed(handle)
         if self._recording is not None:

@@ -475,6 +475,7 @@ class SnapshotSession:
             atexit.unregister(self._capture.finish)
         self._capture = self._inherited = None
         self._members = ()
+        self.digests.start_again()
         self.release()
         self._link.close()
 

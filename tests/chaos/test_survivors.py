@@ -2,7 +2,7 @@
 
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -38,22 +38,25 @@ optimizer = torch.optim.AdamW(trained.parameters(), lr=1e-2)
 session = ftrun.attach(model=trained, optimizer=optimizer)
 losses = open(f"losses.{rank}", "a", buffering=1)
 
-def dies(step, place):
+def fails(step, place):
     # RANK:STEP:PLACE, once in a run
     name = f"{rank}:{step}:{place}"
     if name in kills and not Path(name).exists():
         Path(name).touch()
+        if place == "hang":
+            time.sleep(600)
         os.kill(os.getpid(), 9)
 
 for step in session.steps(steps):
-    dies(step, "between")
+    fails(step, "between")
     with session.guard():
         x = torch.randn(16, 32)
         optimizer.zero_grad()
         loss = trained(x).pow(2).mean()
-        dies(step, "forward")
+        fails(step, "forward")
+        fails(step, "hang")
         loss.backward()
-        dies(step, "backward")
+        fails(step, "backward")
         optimizer.step()
         time.sleep(0.01)
         while step == steps - 10 and Path("hold").exists():
@@ -68,10 +71,17 @@ dist.destroy_process_group()
 """
 
 
-def begin(folder: Path, num_ranks: int, kind: str, *kills: str, **variables: str) -> Run:
+def begin(
+    folder: Path,
+    num_ranks: int,
+    kind: str,
+    *kills: str,
+    flags: Sequence[str] = (),
+    env: dict[str, str] | None = None,
+) -> Run:
     (folder / "train.py").write_text(TRAIN)
-    words = ("--survivors", "on", "--nproc-per-node", str(num_ranks), "train.py", str(STEPS), kind)
-    return Run(folder, *words, *kills, env=variables)
+    words = ["--survivors", "on", "--nproc-per-node", str(num_ranks), *flags]
+    return Run(folder, *words, "train.py", str(STEPS), kind, *kills, env=env)
 
 
 def result(run: Run, num_ranks: int) -> tuple[list[str], list[set[str]]]:
@@ -115,7 +125,8 @@ def staying(run: Run) -> list[list[int]]:
             for given in [
                 (2, "ddp", ["1:20:forward", "0:40:backward"], [[0], [1]]),
                 (2, "fsdp2", ["0:20:backward", "1:40:forward"], [[1], [0]]),
-                (3, "ddp", ["1:20:backward", "2:20:forward"], [[0]]),
+                (3, "ddp", ["1:20:forward", "2:20:forward"], [[0]]),
+                (3, "ddp", ["1:20:backward", "2:20:forward"], [[0, 1], []]),
                 (3, "ddp", ["0:20:between"], [[1, 2]]),
                 (2, "ddp", ["0:0:backward"], [[]]),
                 (2, "ddp", ["0:20:forward", "1:20:forward"], [[]]),
@@ -157,6 +168,52 @@ def test_a_survivor_that_ends_or_stops_while_it_is_renewed_costs_one_more_restar
         run.end()
 
 
+HANGS_SOON = [
+    *("--set", "hang.suspect_after_s=2", "--set", "hang.no_activity_s=1"),
+    *("--set", "restart.park_s=8"),
+]
+
+
+@pytest.mark.full
+def test_a_rank_that_hangs_is_named_and_killed_also_after_a_renewal(
+    tmp_path: Path, undisturbed: Expected
+) -> None:
+    run = begin(tmp_path, 3, "ddp", "1:20:backward", "0:40:hang", flags=HANGS_SOON)
+    try:
+        assert run.wait() == 0, run.text
+        assert staying(run) == [[0, 2], [1, 2]], run.text
+        hang = run.journal("verdict")[-1]
+        assert hang["verdict"]["culprits"] == [0], hang  # type: ignore[index]
+        _, parked = run.journal("ranks_parked")
+        assert parked["notes"] == [], "the culprit is not asked to park"
+        assert result(run, 3) == undisturbed(3, "ddp")
+    finally:
+        run.end()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("flags", "stay"),
+    [
+        (["--set", "restart.max_renewals=1"], [[0], []]),
+        (["--start", "fresh"], [[0], [0]]),
+        (["--set", "monitor.enabled=false"], [[0], [0]]),
+        (["--no-snapshots"], [[], []]),
+    ],
+    ids=lambda value: value[-1] if isinstance(value[-1], str) else "",
+)
+def test_settings_decide_whether_ranks_stay(
+    flags: list[str], stay: list[list[int]], tmp_path: Path, undisturbed: Expected
+) -> None:
+    run = begin(tmp_path, 2, "ddp", "1:20:backward", "1:40:backward", flags=flags)
+    try:
+        assert run.wait() == 0, run.text
+        assert staying(run) == stay, run.text
+        assert result(run, 2) == undisturbed(2, "ddp")
+    finally:
+        run.end()
+
+
 POINTS = [f"agent.renew.{place}" for place in ("revoked", "parked", "planned", "started")]
 
 
@@ -167,7 +224,7 @@ def test_an_agent_that_ends_while_ranks_are_renewed_changes_no_bit(
 ) -> None:
     once = tmp_path / "once"
     variables = {"FTRUN_CRASH_AT": point, "FTRUN_CRASH_ONCE": str(once)}
-    run = begin(tmp_path, 2, "ddp", "1:20:backward", **variables)
+    run = begin(tmp_path, 2, "ddp", "1:20:backward", env=variables)
     try:
         assert run.wait() == 0, run.text
         assert once.exists()

@@ -28,6 +28,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 from ftrun.worker.state.determinism import ready_order
@@ -136,6 +138,10 @@ def build_fsdp(rank: "Rank") -> None:
     names = ("replicate", "shard")[-len(shape) :]
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
     model = Sharded()
+    if rank.case.options.get("is_split"):  # the second dimension holds parts of each layer
+        plan = {"layers.0": ColwiseParallel(output_layouts=Replicate())}
+        parallelize_module(model, mesh["shard"], plan)
+        mesh = mesh["replicate"]
     for layer in model.layers:
         fully_shard(layer, mesh=mesh)
     rank.model = fully_shard(model, mesh=mesh)
@@ -154,6 +160,9 @@ CASES = {
         build_ddp, 3, (Kill(0, 3, "backward"),), {"gradient_as_bucket_view": True}
     ),
     "fsdp2": Case(build_fsdp, 2, (Kill(1, 2, "backward"), Kill(0, 4, "forward")), {"mesh": [2]}),
+    "split4": Case(
+        build_fsdp, 4, (Kill(2, 2, "backward"),), {"mesh": [2, 2], "is_split": True}
+    ),
     "ddp2-16-times": Case(
         build_ddp, 2, tuple(Kill(1, step, "backward") for step in range(1, 17)), steps=18
     ),

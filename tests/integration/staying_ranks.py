@@ -225,7 +225,7 @@ class StayingNode:
     def _rehearse(self, rank: int) -> None:
         """Start a process that is ready to replace a rank, and wait until it is parked."""
         request = self._request(rank, self._newest(), rehearses=True)
-        self._rehearsed[rank] = self._started(rank, request, f"rehearsal.{rank}")
+        self._rehearsed[rank] = self._started(rank, request, f"rehearsed.{rank}")
         assert self._await_parked(rank, self._rehearsed[rank])
 
     def _begin(self, restore: Version | None, *, staying: list[int]) -> None:

@@ -14,7 +14,7 @@ from simulation.survivors import Parking, have_survivors
 from simulation.sweep import checked, first_violation
 from simulation.training import Ranks
 
-SEEDS, ALL_SEEDS = 20, 1000
+SEEDS, ALL_SEEDS = 12, 1000
 RUNS_TO_FIND = 400
 
 Patch = pytest.MonkeyPatch

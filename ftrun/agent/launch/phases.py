@@ -29,6 +29,9 @@ def phases_of(
         (page.get(HeartbeatField.RESTORE_END_NS) - page.get(HeartbeatField.RESTORE_BEGIN_NS)) / 1e9
         for page in pages
     )
+    # Ranks that stay, and those that join them, restore before they connect.
+    is_first = last_s(HeartbeatField.RESTORE_END_NS) < group_s
+    restoring_first_s, restoring_last_s = (restoring_s, 0.0) if is_first else (0.0, restoring_s)
     before_group_s = device_s - script_s if script_s < device_s <= group_s else 0.0
     after_group_s = device_s - group_s if group_s < device_s <= restored_s - restoring_s else 0.0
     return {
@@ -37,9 +40,9 @@ def phases_of(
         **({"device_memory": memory_s} if memory_s else {}),
         "fork": script_s - restart.decided_s - memory_s,
         **({"device": before_group_s} if before_group_s else {}),
-        "rendezvous": group_s - script_s - before_group_s,
+        "rendezvous": group_s - script_s - before_group_s - restoring_first_s,
         **({"device": after_group_s} if after_group_s else {}),
-        "build": restored_s - group_s - restoring_s - after_group_s,
+        "build": restored_s - group_s - restoring_last_s - after_group_s,
         "restore": restoring_s,
         "first_step": last_s(HeartbeatField.FIRST_STEP_NS) - restored_s,
     }

@@ -8,8 +8,9 @@ Survives: the end of a rehearsal: its rank is then forked, as without it.
 
 Rule 1: nothing of a rehearsal counts as its rank's: it has its own page, line and log, no error
         file, and no socket of a flight recorder.
-Rule 2: one at a time, at low priority (also for the OOM killer), after each rank here has made `MIN_STEPS` steps. If the
-        generation ends before it has parked, it is killed, so that the restart has the processors.
+Rule 2: one at a time, at low priority, also for the OOM killer, after each rank here has made
+        `MIN_STEPS` steps. If the generation ends before it has parked, it is killed, so that the
+        restart has the processors.
 Rule 3: a rehearsal belongs to the processes that run now: it has the results of their set-up. When
         all ranks start again, or the world changes, it is killed.
 Rule 4: a rehearsed process continues only in the loop in which it has parked.

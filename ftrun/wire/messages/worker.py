@@ -112,7 +112,7 @@ class Parked(msgspec.Struct, frozen=True, tag="Parked"):
 
     generation: int  # that is over
     first_step: int = 0  # the oldest step that it can go back to
-    last_step: int = 0  # the newest step that it can go to; after a rehearsal, others may be newer
+    last_step: int = 0  # the newest step that it can go to, which is in the same loop
     renewals: int = 0  # generations that this process has joined after its first one
     problem: str = ""  # why it cannot stay, in words; empty: it can
 

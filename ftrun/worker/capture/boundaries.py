@@ -192,7 +192,12 @@ class AccumulationTracker:
         self._hook.remove()
 
     def restored(self) -> None:
-        """Treat the present gradients, which a restore has created, as those of the last step."""
+        """Treat the present gradients, which a restore has created, as those of the last step.
+
+        Steps of a turn that was not completed count for nothing.
+        """
+        for before in (self._stepped, self._at_boundary, self._versions):
+            before.clear()
         for key, optimizer in self._optimizers.items():
             self._at_step[key] = _Gradients(_present(p.grad for p in _parameters(optimizer)))
 

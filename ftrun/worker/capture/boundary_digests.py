@@ -100,6 +100,11 @@ class BoundaryDigests:
             record.loss = bits
             self._write(record)
 
+    def start_again(self) -> None:
+        """Write to another page from here on."""
+        self._num_groups = -1
+        self._loss = None
+
     def boundary(self, step: int) -> None:
         if self._has_failed:
             return

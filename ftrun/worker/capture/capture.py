@@ -401,14 +401,12 @@ class Capture:
         give_up_s = clock.now_s() + (wait_s if is_last or self._is_patient else 0.0)
         commit_wait = self.commit_wait
         while not commit_wait.is_free:
-            if self._context.is_revoked:
+            is_late = clock.now_s() >= give_up_s
+            if self._context.is_revoked or (commit_wait.is_under_way and (not is_last or is_late)):
                 return False
-            if commit_wait.is_under_way and (not is_last or clock.now_s() >= give_up_s):
-                return False
-            if clock.now_s() >= give_up_s:
+            if is_late:
                 self._is_patient = False
-                last = commit_wait.newest_sealed
-                if last is not None:
+                if (last := commit_wait.newest_sealed) is not None:
                     commit_wait.skipped(last.step)
                     self._link.withdraw(last.step)
                 return commit_wait.is_free
@@ -438,8 +436,6 @@ class Capture:
                 self._demote(wrong, UNDER_COPY.format(step=step))
                 self.commit_wait.skipped(step)
                 self._link.withdraw(step)
-                return False
-            if self._context.is_revoked:  # the step may contain values of an aborted collective
                 return False
             self._store.seal(slots, slot, step, self._link, hashed)
             for key in ("memory", "value", "device memory"):

@@ -215,7 +215,13 @@ class SlotProvider:
         link: WorkerSmpClient,
         check: ReplicaCheck | None = None,
     ) -> None:
-        """Seal a copied slot, and report it on the heartbeat page and to the SMP."""
+        """Seal a copied slot, and report it on the heartbeat page and to the SMP.
+
+        After the end of the generation none is sealed: its step may contain values of an aborted
+        collective.
+        """
+        if self._context.is_revoked:
+            return
         digest = table_digest(slots.arena.table(slot))
         slots.arena.write_header(slot, self._header(slots, SlotState.SEALED, step, digest))
         crash_point("worker.capture.sealed")

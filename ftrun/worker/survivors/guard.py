@@ -68,6 +68,9 @@ class Stay(Protocol):
     def begin_turn(self) -> None:
         """The loop hands out a turn."""
 
+    def leave_early(self) -> None:
+        """The script leaves the loop by `break` or `return`."""
+
     def enter_turn(self) -> None:
         """The script enters the guarded block of a turn."""
 
@@ -83,10 +86,12 @@ class Guard(AbstractContextManager[Turn]):
         self._at = turn
         self._looks = looks
         self._turn = Turn()
+        self._has_gradients = True
 
     def __enter__(self) -> Turn:
         self._blocks.enter(self._at)
         if self._stay is not None:
+            self._has_gradients = torch.is_grad_enabled()
             if self._looks:
                 self._blocks.look_once(sys._getframe(1))
             self._stay.enter_turn()
@@ -105,6 +110,7 @@ class Guard(AbstractContextManager[Turn]):
         if not (stay.is_over if error is None else stay.await_end(error)):
             return False
         self._turn.is_repeated = True
+        torch.set_grad_enabled(self._has_gradients)
         # What the broken turn holds, such as its activations, is released before the repetition.
         traceback.clear_frames(trace)
         return True

@@ -7,7 +7,7 @@ Survives: nothing: if the agent closes the line, this process ends.
 
 Rule 1: `is_revoked` is set before the groups are aborted. A snapshot whose seal precedes it holds
         no value of an aborted collective; after it, none is sealed.
-Rule 2: a revocation outside of a guarded loop is refused at once, because no code of ftrun could
+Rule 2: a revocation outside of a guarded loop is declined at once, because no code of ftrun could
         park the process there.
 """
 
@@ -71,7 +71,7 @@ class AgentLine:
             self._page.set(HeartbeatField.MAY_STAY, int(may_stay))
             is_late = self.is_revoked and not may_stay
         if is_late:
-            self.refuse(_OUTSIDE)
+            self.decline(_OUTSIDE)
 
     def park(self, first_step: int, last_step: int) -> tuple[LaunchRequest, list[int]]:
         """Report that this process is parked; return its next launch request and descriptors.
@@ -87,10 +87,14 @@ class AgentLine:
         self.renewals += 1
         return request, fds
 
-    def refuse(self, problem: str) -> None:
-        """Report that this process cannot stay, and wait until the agent kills it."""
+    def decline(self, problem: str) -> None:
+        """Report that this process cannot stay."""
         _log.warning("this rank cannot stay after the failure of another one: %s", problem)
         self._report(Parked(self._generation, renewals=self.renewals, problem=problem))
+
+    def refuse(self, problem: str) -> None:
+        """Report that this process cannot stay, and wait until the agent kills it."""
+        self.decline(problem)
         clock.sleep(_KILL_WAIT_S)
         os._exit(1)
 

@@ -61,6 +61,7 @@ _OF_PROCESS = (
 SET_UP = "set_up"
 """Part of a version: results of the collectives before the first turn."""
 
+NOT_ENTERED = "the script has not entered session.guard()"
 NO_GUARD = "a turn of the loop had no session.guard()"
 
 _log = logging.getLogger(__name__)
@@ -135,15 +136,20 @@ class Survivor:
         self._is_guarded = True
         """The last turn that was handed out has entered its guard."""
         self._is_rehearsed = False
-        """The one turn of a rehearsal has begun."""
+        """The turn that this process makes alone has begun."""
         self._rehearsing = ExitStack()
         self._rehearsal_problem = ""
+        context.page.stay_problem = NOT_ENTERED
 
     # --- for the loop and its guard --------------------------------------------------------
 
     @property
     def is_rehearsal(self) -> bool:
         return self._context.launch.rehearses
+
+    @property
+    def may_stay(self) -> bool:
+        return self._may_stay
 
     @property
     def is_over(self) -> bool:
@@ -173,8 +179,12 @@ class Survivor:
     def show_loop(self, epoch: int, number: int) -> None:
         self._context.page.set(HeartbeatField.LOOP, epoch << 20 | number)
 
+    def leave_early(self) -> None:
+        """The script leaves its loop by `break`. Never returns if the generation is over."""
+        if self.is_over:
+            self._line.refuse("the script has left its loop in a turn that is repeated")
+
     def leave_loop(self) -> None:
-        """Never returns if the generation is over, because the script left a broken turn."""
         self._may_stay = False
         self._line.set_may_stay(False)
 

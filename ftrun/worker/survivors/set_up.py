@@ -180,15 +180,18 @@ class SetUp:
     # --- calls ---------------------------------------------------------------------------------
 
     def _install(self) -> None:
-        wrappers: dict[int, Callable[..., Any]] = {}
+        modules = [
+            module
+            for key, module in list(sys.modules.items())
+            if key.startswith("torch.distributed") and isinstance(module, types.ModuleType)
+        ]
+        # Only these names are read: in a forked process, each object that is touched costs a page.
         for name in (*_OUTPUTS, *_MESSAGES):
-            if (original := getattr(c10d, name, None)) is not None:
-                wrappers[id(original)] = self._wrap(name, original)
-        for key, module in list(sys.modules.items()):
-            if not key.startswith("torch.distributed") or not isinstance(module, types.ModuleType):
+            if (original := vars(c10d).get(name)) is None:
                 continue
-            for name, value in list(vars(module).items()):
-                if (wrapper := wrappers.get(id(value))) is not None:
+            wrapper = self._wrap(name, original)
+            for module in modules:
+                if vars(module).get(name) is original:
                     self._replace(module, name, wrapper)
         self._wrap_ddp()
         if not self.is_alone:
@@ -205,13 +208,11 @@ class SetUp:
         setattr(module, name, wrapper)
 
     def _wrap(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
-        signature = inspect.signature(original)
-
         @functools.wraps(original)
         def call(*args: Any, **kwargs: Any) -> Any:
             if self._is_elsewhere():
                 return original(*args, **kwargs)
-            given = signature.bind(*args, **kwargs).arguments
+            given = inspect.signature(original).bind(*args, **kwargs).arguments
             self._is_inside = True
             try:
                 return self._call(name, functools.partial(original, *args, **kwargs), given)

@@ -3,8 +3,8 @@
 Arguments: folder for the losses, steps or epochs, then switches: ddp, fsdp, workers, persistent,
 stateful, epochs, long (passes), late-ddp, batchnorm, accumulate, amp, two-devices, an option of
 AdamW (foreach, fused, capturable), die=STEP (SIGKILL after that number of iterations of this
-process), and kill=RANK:STEP:PLACE (SIGKILL of a rank in a step, once in a run; PLACE is forward, backward,
-optimizer, or end), pace=SECONDS (in each step).
+process), kill=RANK:STEP:PLACE (SIGKILL of a rank in a step, once in a run; PLACE is forward,
+backward, optimizer, or end), pace=SECONDS (in each step).
 
 The training is on torch's default device.
 """

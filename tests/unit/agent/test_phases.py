@@ -40,6 +40,14 @@ def test_ranks_without_a_device_have_the_phases_of_the_cpu() -> None:
     }  # fmt: skip
 
 
+def test_ranks_that_stay_restore_before_they_connect() -> None:
+    found = phases_of(RESTART, [page(INIT_GROUP_NS=20.0), page(INIT_GROUP_NS=19.9)], memory_s=0.0)
+    assert found == {
+        "decide": 0.5, "stop": 0.5, "fork": 3.0, "rendezvous": 5.5, "build": 0.0, "restore": 0.5,
+        "first_step": 0.5,
+    }  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("device_s", "expected"),
     [

@@ -188,3 +188,20 @@ def test_a_node_that_has_come_is_standby_also_without_a_vote() -> None:
     assert standing_by(peers, plan(1, "ab", "c")) == {"c", "g"}
     peers.by_id["g"].linked = False
     assert standing_by(peers, plan(1, "ab", "c")) == {"c"}
+
+
+@pytest.mark.parametrize(
+    ("own", "other", "text"),
+    [
+        ("", "", ""),
+        ("yes", "", "yes"),
+        ("yes", "rank 3: x", "no, rank 3: x"),
+        ("no, y", "", "no, y"),
+    ],
+)
+def test_the_first_reason_of_any_node_says_whether_ranks_could_stay(
+    own: str, other: str, text: str
+) -> None:
+    view = msgspec.structs.replace(OWN, survivors=own)
+    nodes = (NodeStatus("a"), NodeStatus("b", stay_problem=other))
+    assert with_cluster(view, cluster(nodes=nodes), has_secret=True).survivors == text

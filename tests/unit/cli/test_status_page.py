@@ -177,3 +177,9 @@ def test_the_page_says_that_snapshots_are_mirrored() -> None:
     assert not any("a copy is on the next node" in line for line in texts(document))
     document["cluster"]["is_mirrored"] = True
     assert any("of each group (a copy is on the next node)" in line for line in texts(document))
+
+
+def test_with_survivors_the_page_says_why_ranks_could_not_stay() -> None:
+    assert not any("survivors" in line for line in texts(whole_run(2, 2)))
+    found = texts(whole_run(2, 2, survivors="no, rank 3: a loader cannot be replayed"))
+    assert "survivors  no, rank 3: a loader cannot be replayed" in found

@@ -337,6 +337,24 @@ def test_gradients_that_a_restore_has_made_are_not_pending_until_one_is_added_to
     assert accumulation.boundary()
 
 
+@pytest.mark.parametrize("has_hook", [True, False])
+def test_after_a_restore_in_place_a_step_of_a_broken_turn_does_not_count(
+    pair: Pair, has_hook: bool
+) -> None:
+    model, optimizer, accumulation = pair
+    backward(model)
+    accumulation.boundary()
+    if has_hook:
+        optimizer.step()  # of a turn that is broken after it
+    for parameter in model.parameters():
+        with torch.no_grad():
+            parameter.mul_(1)  # the restore writes to it
+        parameter.grad = None
+    accumulation.restored()
+    backward(model)
+    assert accumulation.boundary()
+
+
 @pytest.mark.parametrize("is_zero", [True, False])
 def test_gradients_set_to_zero_while_another_optimizer_steps_are_not_pending(is_zero: bool) -> None:
     model, other = nn.Linear(3, 1), nn.Linear(3, 1)
