@@ -363,7 +363,11 @@ def _answer(handle: WorkerHandle) -> Parked | str | None:
     with suppress(OSError, msgspec.MsgspecError):
         if data := line.recv(_MAX_ANSWER_BYTES):
             return msgspec.json.decode(data, type=Parked)
-    return f"it {exit_text(handle.child.ended_with)}" if handle.child.reap() else None
+    if not handle.child.reap():
+        return None
+    if handle.child.status == 0:
+        return "its loop has no step left"
+    return f"it {exit_text(handle.child.ended_with)}"
 
 
 def _close_slot(slot: LaunchSlot) -> None:
