@@ -50,6 +50,9 @@ class AttachedLoaders:
     def __iter__(self) -> Iterator[DataPosition]:
         return iter(self._positions.values())
 
+    def __len__(self) -> int:
+        return len(self._positions)
+
     def state(self) -> dict[str, Any]:
         return {**self._waiting, **{n: one.state() for n, one in self._positions.items()}}
 
@@ -92,6 +95,11 @@ class AttachedLoaders:
                 self._positions[name].rewind(state, step)
             else:
                 self._waiting[name] = state
+
+    def stay_problem(self) -> str:
+        """Why a running loop cannot go back, in words; empty if it can."""
+        names = [name for name, one in self._positions.items() if not one.can_rewind]
+        return f"{names[0]} has an iteration of its own, which cannot go back" if names else ""
 
     def put_back_generators(self) -> None:
         for position in self._positions.values():

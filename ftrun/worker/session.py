@@ -306,7 +306,7 @@ class Session(Loops):
         if context.staying is not None:
             from ftrun.worker.survivors.rejoin import Survivor
 
-            self._survivor = Survivor(context, context.staying, protection)
+            self._survivor = Survivor(context, context.staying, protection, self._loaders)
             self._loaders.keep_batches(lambda: self._step, attached.generators)
         try:
             self._restore(protection, context)

@@ -257,7 +257,9 @@ class WorkerSmpClient:
         return received
 
     def close(self) -> None:
+        """End the connection; a later request connects again, and reports no earlier seal."""
         with self._lock:
+            self._unsent = None
             self._drop()
 
     def _ask(

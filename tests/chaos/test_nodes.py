@@ -129,6 +129,7 @@ def test_fault_changes_no_byte_where_ranks_may_stay(
     assert row.equal, row.problem
 
 
+@pytest.mark.full
 def test_the_ranks_of_other_nodes_stay_when_a_node_is_lost(
     nodes: Start, tmp_path: Path, undisturbed: BaselineRuns
 ) -> None:

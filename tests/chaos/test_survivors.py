@@ -2,11 +2,15 @@
 
 import os
 import signal
+import textwrap
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 
+from tests.chaos.conftest import STEPS as SHARED_STEPS
+from tests.chaos.conftest import TRAIN as SHARED_TRAIN
+from tests.chaos.conftest import Checked
 from tests.integration.conftest import Run
 
 pytestmark = [pytest.mark.chaos, pytest.mark.slow, pytest.mark.timeout(900)]
@@ -95,7 +99,7 @@ Expected = Callable[[int, str], tuple[list[str], list[set[str]]]]
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Expected:
+def expected(tmp_path_factory: pytest.TempPathFactory) -> Expected:
     known: dict[tuple[int, str], tuple[list[str], list[set[str]]]] = {}
 
     def of(num_ranks: int, kind: str) -> tuple[list[str], list[set[str]]]:
@@ -111,6 +115,36 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Expected:
     return of
 
 
+KILL_RANK = """\
+        if step == 25 and rank == 1 and session.generation == 0:
+            os.kill(os.getpid(), 9)
+"""
+
+
+def guarded(script: str) -> str:
+    """The training of all chaos tests, with the body of its loop in a guard and a kill in it."""
+    head = "for step in session.steps(steps):\n"
+    before, _, rest = script.partition(head)
+    body, _, after = rest.partition("digest = ")
+    body = textwrap.indent(body, "    ")
+    step = "        optimizer.step()\n"
+    body = body.replace(step, KILL_RANK + step)
+    return f"{before}{head}    with session.guard():\n{body}digest = {after}"
+
+
+def test_a_rank_stays_while_the_other_one_is_replaced(tmp_path: Path, undisturbed: Checked) -> None:
+    (tmp_path / "train.py").write_text(guarded(SHARED_TRAIN))
+    words = ("--survivors", "on", "--nproc-per-node", "2", "train.py", str(SHARED_STEPS), "0.01")
+    run = Run(tmp_path, *words)
+    try:
+        assert run.wait() == 0, run.text
+        first, second = run.journal("generation_started")
+        assert (second["staying"], second["pids"][0]) == ([0], first["pids"][0])  # type: ignore[index]
+        undisturbed.check(run)
+    finally:
+        run.end()
+
+
 def staying(run: Run) -> list[list[int]]:
     """The ranks that stay, of each generation after the first."""
     return [list(line["staying"]) for line in run.journal("generation_started")[1:]]  # type: ignore[call-overload]
@@ -119,10 +153,10 @@ def staying(run: Run) -> list[list[int]]:
 @pytest.mark.parametrize(
     ("num_ranks", "kind", "kills", "stay"),
     [
-        pytest.param(3, "ddp", ["1:20:backward"], [[0, 2]], id="ddp3"),
         *(
             pytest.param(*given, marks=pytest.mark.full)
             for given in [
+                (3, "ddp", ["1:20:backward"], [[0, 2]]),
                 (2, "ddp", ["1:20:forward", "0:40:backward"], [[0], [1]]),
                 (2, "fsdp2", ["0:20:backward", "1:40:forward"], [[1], [0]]),
                 (3, "ddp", ["1:20:forward", "2:20:forward"], [[0]]),
@@ -140,13 +174,13 @@ def test_ranks_stay_and_the_result_is_the_same(
     kills: list[str],
     stay: list[list[int]],
     tmp_path: Path,
-    undisturbed: Expected,
+    expected: Expected,
 ) -> None:
     run = begin(tmp_path, num_ranks, kind, *kills)
     try:
         assert run.wait() == 0, run.text
         assert staying(run) == stay, run.text
-        assert result(run, num_ranks) == undisturbed(num_ranks, kind)
+        assert result(run, num_ranks) == expected(num_ranks, kind)
     finally:
         run.end()
 
@@ -154,7 +188,7 @@ def test_ranks_stay_and_the_result_is_the_same(
 @pytest.mark.full
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_survivor_that_ends_or_stops_while_it_is_renewed_costs_one_more_restart(
-    number: int, tmp_path: Path, undisturbed: Expected
+    number: int, tmp_path: Path, expected: Expected
 ) -> None:
     """A generation that begins with survivors gets one attempt; all ranks start again after it."""
     run = begin(tmp_path, 3, "ddp", "1:20:backward")
@@ -163,7 +197,7 @@ def test_a_survivor_that_ends_or_stops_while_it_is_renewed_costs_one_more_restar
         os.kill(run.journal("generation_started")[0]["pids"][0], number)  # type: ignore[index]
         assert run.wait() == 0, run.text
         assert staying(run) in ([[0, 2], []], [[0, 2]]), run.text
-        assert result(run, 3) == undisturbed(3, "ddp")
+        assert result(run, 3) == expected(3, "ddp")
     finally:
         run.end()
 
@@ -176,7 +210,7 @@ HANGS_SOON = [
 
 @pytest.mark.full
 def test_a_rank_that_hangs_is_named_and_killed_also_after_a_renewal(
-    tmp_path: Path, undisturbed: Expected
+    tmp_path: Path, expected: Expected
 ) -> None:
     run = begin(tmp_path, 3, "ddp", "1:20:backward", "0:40:hang", flags=HANGS_SOON)
     try:
@@ -186,7 +220,7 @@ def test_a_rank_that_hangs_is_named_and_killed_also_after_a_renewal(
         assert hang["verdict"]["culprits"] == [0], hang  # type: ignore[index]
         _, parked = run.journal("ranks_parked")
         assert parked["notes"] == [], "the culprit is not asked to park"
-        assert result(run, 3) == undisturbed(3, "ddp")
+        assert result(run, 3) == expected(3, "ddp")
     finally:
         run.end()
 
@@ -203,13 +237,13 @@ def test_a_rank_that_hangs_is_named_and_killed_also_after_a_renewal(
     ids=lambda value: value[-1] if isinstance(value[-1], str) else "",
 )
 def test_settings_decide_whether_ranks_stay(
-    flags: list[str], stay: list[list[int]], tmp_path: Path, undisturbed: Expected
+    flags: list[str], stay: list[list[int]], tmp_path: Path, expected: Expected
 ) -> None:
     run = begin(tmp_path, 2, "ddp", "1:20:backward", "1:40:backward", flags=flags)
     try:
         assert run.wait() == 0, run.text
         assert staying(run) == stay, run.text
-        assert result(run, 2) == undisturbed(2, "ddp")
+        assert result(run, 2) == expected(2, "ddp")
     finally:
         run.end()
 
@@ -220,7 +254,7 @@ POINTS = [f"agent.renew.{place}" for place in ("revoked", "parked", "planned", "
 @pytest.mark.full
 @pytest.mark.parametrize("point", POINTS)
 def test_an_agent_that_ends_while_ranks_are_renewed_changes_no_bit(
-    point: str, tmp_path: Path, undisturbed: Expected
+    point: str, tmp_path: Path, expected: Expected
 ) -> None:
     once = tmp_path / "once"
     variables = {"FTRUN_CRASH_AT": point, "FTRUN_CRASH_ONCE": str(once)}
@@ -228,6 +262,6 @@ def test_an_agent_that_ends_while_ranks_are_renewed_changes_no_bit(
     try:
         assert run.wait() == 0, run.text
         assert once.exists()
-        assert result(run, 2) == undisturbed(2, "ddp")
+        assert result(run, 2) == expected(2, "ddp")
     finally:
         run.end()

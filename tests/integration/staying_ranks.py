@@ -71,6 +71,7 @@ JOBS = {
         3, ("1", "ddp", "amp", "accumulate", "long"), ("2:3:backward", "0:8:forward", "1:8:forward")
     ),
     "fsdp-again": Job(2, ("1", "fsdp", "long"), tuple(f"1:{n}:backward" for n in range(3, 19, 3))),
+    "late-ddp": Job(3, ("1", "ddp", "late-ddp", "batchnorm", "long"), ("1:3:optimizer",)),
     "stateful": Job(2, ("1", "ddp", "stateful", "workers", "long"), ("1:7:end",)),
     "persistent": Job(2, ("3", "ddp", "persistent", "workers"), ("1:7:end", "1:13:forward")),
 }

@@ -18,7 +18,7 @@ import msgspec
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from ftrun import clock
 from ftrun.agent.launch.rendezvous import make_store
@@ -58,7 +58,7 @@ class StayingRun(Run):
         self.line, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.lines.append(self.line)
         os.dup(self.line.fileno())  # open to the end of this process, which ends with its line
-        descriptors = {"line": its.detach(), "stack": self._stack()}
+        descriptors = {"line": its.detach(), "stack": os.dup(self._stack())}
         context.launch = msgspec.structs.replace(context.launch, descriptors=descriptors)
         introspection.register_dumper(context)
         context.staying = StayingProcess(context)
@@ -352,14 +352,17 @@ def test_the_parked_process_takes_pages_streams_and_variables_of_its_new_request
 def test_a_rank_goes_back_several_times(run: StayingRun) -> None:
     made = Training(run)
     num_lines = [one.name for one in threading.enumerate()].count("ftrun-line")
+    mapped: list[int] = []
     for at in made.session.steps(12):
         with made.session.guard():
             made.step(at)
             if at % 3 == 2 and len(run.parked) == at // 3:
+                mapped.append(Path("/proc/self/maps").read_text().count("/memfd:ftrun"))
                 run.revoke()
                 raise BROKEN
     assert [one.renewals for one in run.parked] == [0, 1, 2, 3]
     assert made.session.step == 12
+    assert mapped[1:] == mapped[1:2] * 3, "no mapping of an earlier generation stays"
     threads = [one.name for one in threading.enumerate()]
     assert threads.count("ftrun-copy") <= 1
     assert threads.count("ftrun-line") == num_lines
@@ -407,6 +410,45 @@ def test_records_of_boundaries_continue_on_the_new_page(run: StayingRun) -> None
     assert run.page.samples == first_page.samples != ()
     assert sorted(run.page.records()) == [3, 4]
     assert run.page.records()[3].has_digest == first_page.records()[2].has_digest
+
+
+class Noisy(Dataset[torch.Tensor]):
+    """Ten samples with random draws."""
+
+    def __len__(self) -> int:
+        return 10
+
+    def __getitem__(self, at: int) -> torch.Tensor:
+        return at + torch.rand(1)
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_an_iterator_that_the_script_holds_goes_back_in_its_pass_and_before_it(
+    run: StayingRun, num_workers: int
+) -> None:
+    """Two batches in each step, five in each pass."""
+    loader = DataLoader(Noisy(), batch_size=2, shuffle=True, num_workers=num_workers)
+    given: dict[int, list[list[float]]] = {}
+    made = Training(run)
+
+    def batches() -> Iterator[torch.Tensor]:
+        while True:
+            yield from made.session.batches(loader)
+
+    data = batches()
+    for at in made.session.steps(9):
+        with made.session.guard():
+            two = [next(data).flatten().tolist() for _ in range(2)]
+            made.step(at)
+            assert given.setdefault(at, two) == two
+            if at in (1, 3, 5) and len(run.parked) == at // 2:
+                run.revoke()
+                raise BROKEN
+    assert len(run.parked) == 3
+    every = [batch for at in range(9) for batch in given[at]]
+    for first in range(0, 15, 5):
+        rounded = sorted(int(x) for batch in every[first : first + 5] for x in batch)
+        assert rounded == [*range(10)]
 
 
 # --- processes that cannot stay ---------------------------------------------------------------
@@ -487,6 +529,24 @@ def test_without_snapshots_a_rank_cannot_stay(run: StayingRun) -> None:
         with made.session.guard():
             made.step(at)
     assert "no snapshots" in run.page.stay_problem
+
+
+class ReadingAhead(DataLoader[Any]):
+    """As Accelerate's loaders."""
+
+    def __iter__(self) -> Any:
+        return super().__iter__()
+
+
+def test_a_loader_that_cannot_go_back_is_named(run: StayingRun) -> None:
+    made = Training(run)
+    for at in made.session.steps(3):
+        with made.session.guard():
+            made.step(at)
+            assert run.page.get(HeartbeatField.MAY_STAY) == int(at < 2)
+            if at == 1:
+                next(iter(made.session.batches(ReadingAhead(Noisy()))))
+    assert run.page.stay_problem == "loader has an iteration of its own, which cannot go back"
 
 
 def test_statements_behind_the_block_are_reported_once(

@@ -89,8 +89,8 @@ class Invariants:
         self.committed_s = -1.0
         """Time of the last commit on any node."""
         self.exits: list[tuple[str, do.EndRun]] = []
-        self._stepped: dict[int, tuple[int, int]] = {}
-        """By rank: the generation of its last step, and the number of its process."""
+        self._stepped: dict[int, dict[int, int]] = {}
+        """By generation with a step: the numbers of its processes, by rank."""
         self._processes: set[int] = set()
         self._leads: dict[int, str] = {}
         self._resolved: dict[int, int] = {}
@@ -387,13 +387,15 @@ class Invariants:
         plan, processes, node_id = ranks.plan, ranks.processes, ranks.node.node_id
         is_known = processes.number in self._processes
         self._processes.add(processes.number)
+        # A node that was paused may start a generation after later ones.
+        last = max((at for at in self._stepped if at < plan.generation), default=-1)
         for rank in ranks.locals:
             stays = rank in plan.staying
             if stays != is_known:
                 self.fail(
                     f"rank {rank} stays: {stays}; its process on {node_id} is new: {not is_known}"
                 )
-            if stays and self._stepped.get(rank) != (self.step_generation, processes.number):
+            if stays and self._stepped.get(last, {}).get(rank) != processes.number:
                 self.fail(f"rank {rank} stays in a process that has not made the last step")
         limit = self.simulation.scenario.settings.profile.restart.max_renewals
         restored = plan.restore[1] if plan.restore is not None else -1
@@ -407,7 +409,7 @@ class Invariants:
             if not ranks.can_move or ranks.is_parked:
                 self.fail(f"a rank of {ranks.node.node_id} that cannot move has made a step")
             for rank in ranks.locals:
-                self._stepped[rank] = (generation, ranks.processes.number)
+                self._stepped.setdefault(generation, {})[rank] = ranks.processes.number
         if generation < self.step_generation:
             self.fail(
                 f"generation {generation} makes a step after generation {self.step_generation}"

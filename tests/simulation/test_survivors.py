@@ -2,12 +2,10 @@
 
 from collections import Counter
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 
-from ftrun.membership.leader import planning, survivors
-from ftrun.wire.cluster.generation import GenerationPlan
+from ftrun.membership.leader import survivors
 from simulation.node import SimulatedExecutor
 from simulation.scenario import MODES
 from simulation.survivors import Parking, have_survivors
@@ -33,24 +31,6 @@ def test_worlds_with_survivors_have_no_violation(first: int) -> None:
     assert faults["ranks stay"] > len(seeds)
 
 
-def _one_generation_late(patch: Patch) -> None:
-    """Ranks that have not run the last generation stay."""
-    decide = planning.with_survivors
-
-    def with_survivors(plan: GenerationPlan, previous: Any, promises: Any, **limits: Any) -> Any:
-        has = {
-            node: type(one)(**{**_fields(one), "parked_in": previous.generation})
-            for node, one in promises.items()
-        }
-        return decide(plan, previous, has, **limits)
-
-    patch.setattr(planning, "with_survivors", with_survivors)
-
-
-def _fields(struct: Any) -> dict[str, Any]:
-    return {name: getattr(struct, name) for name in struct.__struct_fields__}
-
-
 def _two_attempts(patch: Patch) -> None:
     """Ranks stay after a generation in which they have made no step."""
     patch.setattr(Parking, "problem", staticmethod(lambda ranks: ""))
@@ -66,26 +46,15 @@ def _goes_back_too_far(patch: Patch) -> None:
     patch.setattr(survivors, "_problems_of_ranks", lambda parked, step, limit: iter(()))
 
 
-def _parked_seal(patch: Patch) -> None:
-    """A seal is done after the process has parked."""
-
-    def revoke(ranks: Ranks) -> None:
-        ranks.group.is_broken = True
-
-    patch.setattr(Ranks, "revoke", revoke)
-
-
 @pytest.mark.slow
 @pytest.mark.full
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize(
     ("break_it", "found_as"),
     [
-        (_one_generation_late, "stays"),
         (_two_attempts, "survivors of one without a step"),
         (_unnamed_live_on, "its process on"),
         (_goes_back_too_far, "with RankProcesses"),
-        (_parked_seal, "seals"),
     ],
 )
 def test_a_rule_that_is_left_out_is_missed(

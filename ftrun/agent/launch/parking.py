@@ -114,5 +114,5 @@ def parked_ranks(handles: Sequence[WorkerHandle]) -> tuple[ParkedRank, ...]:
             handle.parked.last_step,
         )
         for handle in handles
-        if handle.parked is not None and handle.child.status is None
+        if handle.parked is not None and not handle.child.reap()
     )

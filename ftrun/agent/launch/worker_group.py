@@ -340,7 +340,9 @@ class WorkerGroup:
         return "" if is_protected or not has_heartbeat else "the script does not call ftrun.attach"
 
     def stay_problem(self) -> str:
-        """Why a rank here could not stay if another one failed; empty if all could."""
+        """Why a rank here could not stay if another one failed; empty if all could, or none may."""
+        if self._spec.profile.restart.survivors == "off":
+            return ""
         reasons = [(slot.rank, text) for slot in self.slots if (text := slot.page.stay_problem)]
         return f"rank {reasons[0][0]}: {reasons[0][1]}" if reasons else ""
 

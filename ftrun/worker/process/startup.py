@@ -161,7 +161,8 @@ def become_worker(
 def replace_streams(descriptors: dict[str, int]) -> None:
     """Use `stdout` and `stderr`, which are removed, as this process's own."""
     for name, number in (("stdout", 1), ("stderr", 2)):
-        getattr(sys, name).flush()
+        with contextlib.suppress(AttributeError, OSError, ValueError):  # the script may replace it
+            getattr(sys, name).flush()
         fd = descriptors.pop(name)
         os.dup2(fd, number)
         os.close(fd)

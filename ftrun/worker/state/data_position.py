@@ -108,6 +108,17 @@ class DataPosition:
         if not self._is_stateful and not shared:
             self._kept = KeptBatches(step)
 
+    @property
+    def can_rewind(self) -> bool:
+        """Whether a running loop can go back without communication of its loader.
+
+        A subclass here, or of DataLoader, has an iteration of its own: Accelerate's loaders send
+        random states when they are iterated, and read ahead.
+        """
+        is_subclass = isinstance(self.loader, DataLoader) and not self._is_stateful
+        has_own = is_subclass and type(self.loader).__iter__ is not DataLoader.__iter__
+        return type(self).batches is DataPosition.batches and not has_own
+
     def forget_before(self, step: int) -> None:
         """Release kept batches of earlier turns: `rewind` goes back to this step at most."""
         if self._kept is not None:

@@ -35,6 +35,7 @@ from ftrun.wire.messages.worker import LaunchRequest, encode_launch
 from ftrun.wire.run_environment import LAUNCH
 from ftrun.wire.shared_memory.pages import HeartbeatField
 from ftrun.worker.context import WorkerContext
+from ftrun.worker.loaders import AttachedLoaders
 from ftrun.worker.process import introspection
 from ftrun.worker.process.startup import replace_streams
 from ftrun.worker.restore.loader import saved_part
@@ -120,19 +121,25 @@ class Survivor:
     """A session whose process stays when another rank fails."""
 
     def __init__(
-        self, context: WorkerContext, process: StayingProcess, protection: "SnapshotSession"
+        self,
+        context: WorkerContext,
+        process: StayingProcess,
+        protection: "SnapshotSession",
+        loaders: AttachedLoaders,
     ) -> None:
         self._context = context
         self._process = process
         self._line, self._groups = process.line, process.groups
         self._protection = protection
+        self._loaders = loaders
         self._first_step = 0
         """Oldest step to which this process can go back inside its loop."""
         self._last_step = 0
         """Newest step to which it can go inside its loop."""
         self._may_stay = False
-        self._is_judged = False
-        """It is known whether this process may stay, in this loop and generation."""
+        self._judged_with = -1
+        """Number of loaders with which it was found out whether this process may stay, in this loop
+        and generation; -1: not yet."""
         self._is_guarded = True
         """The last turn that was handed out has entered its guard."""
         self._is_rehearsed = False
@@ -172,9 +179,12 @@ class Survivor:
             last_step: at its end, or before.
             is_restored: the loop continues at the restored version, so it can go back to it.
         """
+        # Here, because a restored loop iterates its loader again before its first turn. What that
+        # communicates is of another pass in each process.
+        self._process.set_up.finish()
         self._first_step = step if is_restored else step + 1
         self._last_step = last_step
-        self._is_guarded, self._is_judged = True, False
+        self._is_guarded, self._judged_with = True, -1
 
     def show_loop(self, epoch: int, number: int) -> None:
         self._context.page.set(HeartbeatField.LOOP, epoch << 20 | number)
@@ -190,15 +200,15 @@ class Survivor:
 
     def begin_turn(self) -> None:
         if not self._is_guarded and not self.is_rehearsal:
-            self._is_judged = True
+            self._judged_with = len(self._loaders)
             self._set_problem(NO_GUARD)
         self._is_guarded = False
         self._is_rehearsed = self.is_rehearsal
 
     def enter_turn(self) -> None:
         self._is_guarded = True
-        if not self._is_judged and not self.is_rehearsal:
-            self._is_judged = True
+        if self._judged_with != len(self._loaders) and not self.is_rehearsal:
+            self._judged_with = len(self._loaders)
             self._set_problem(self._problem())
 
     def _set_problem(self, problem: str) -> None:
@@ -215,6 +225,7 @@ class Survivor:
             self._groups.problem
             or set_up.problem
             or protection.stay_problem()
+            or self._loaders.stay_problem()
             or set_up.unknown(protection.persistent_tensors())
         )
 
@@ -227,13 +238,14 @@ class Survivor:
     def park(self) -> None:
         """Wait for the next launch request, and replace the last one by it."""
         crash_point("worker.renew.revoked")
-        self._may_stay = self._is_judged = False
+        self._may_stay, self._judged_with = False, -1
         self._rehearsing.close()
         self._groups.detach()
         if torch.accelerator.is_available():
             torch.accelerator.synchronize()
         self._protection.leave()
-        if problem := self._groups.problem or self._rehearsal_problem:
+        problem = self._groups.problem or self._loaders.stay_problem() or self._rehearsal_problem
+        if problem:
             self._line.refuse(problem)
         crash_point("worker.renew.parked")
         request, fds = self._line.park(self._first_step, self._last_step)

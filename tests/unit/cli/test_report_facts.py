@@ -49,6 +49,16 @@ def test_two_kills_on_one_node_without_numbered_incidents() -> None:
     assert accounted_s(facts) == pytest.approx(facts.wall_s)
 
 
+def test_ranks_that_have_stayed_did_not_start_again() -> None:
+    lines = recorded("one-node-two-kills")
+    at = next(i for i, line in enumerate(lines) if b'"generation_started"' in line and i > 20)
+    stayed = json.loads(lines[at])
+    stayed |= {"kind": "ranks_stayed", "text": "x", "generation": 1, "staying": [0], "started": [1]}
+    lines.insert(at, json.dumps(stayed).encode() + b"\n")
+    sentences = [one.sentence for one in run_facts(lines).incidents]
+    assert sum("1 of 2 ranks started again and training" in one for one in sentences) == 1
+
+
 def test_the_phases_of_a_restart_follow_one_another() -> None:
     bars = run_facts(recorded("one-node-two-kills")).incidents[0].bars
     assert [bar.name for bar in bars] == [

@@ -1,7 +1,7 @@
 """Several agents in one test, with a network and executors that execute commands at once."""
 
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import msgspec
@@ -39,7 +39,7 @@ from ftrun.recovery.commands import (
 )
 from ftrun.recovery.generation_monitor import GenerationMonitor
 from ftrun.wire.cluster.generation import GenerationPlan, NodeCard
-from ftrun.wire.cluster.membership import Heartbeat
+from ftrun.wire.cluster.membership import Heartbeat, ParkedRank
 from ftrun.wire.messages.smp import Inventory
 from tests.unit.recovery.made import card
 
@@ -62,6 +62,10 @@ class Agent:
     done: list[Command] = field(default_factory=list)
     """All its commands, except those for the network."""
     sent: list[Send | Connect] = field(default_factory=list)
+    parked: tuple[ParkedRank, ...] = ()
+    """Ranks that park if a ballot asks for it."""
+    ran: int = -1
+    """The last generation whose ranks have run here."""
     is_frozen: bool = False
     """The process is paused; incoming messages wait in its kernel."""
     missed: list[Happening] = field(default_factory=list)
@@ -253,6 +257,9 @@ class Agents:
             case Quiesce():
                 agent.heartbeat = Heartbeat(generation=-1)
                 held = Quiesced(command.generation, agent.holdings, 1000, 2000)
+                if command.stay:
+                    parked = tuple(one for one in agent.parked if one.rank not in command.failed)
+                    held = replace(held, parked=parked, parked_in=agent.ran)
                 return [NodeReported(agent.heartbeat), held]
             case InstallGeneration():
                 agent.kept, agent.is_chosen = command.plan, False
@@ -265,6 +272,7 @@ class Agents:
                 return [] if command.is_chosen else [PlanPersisted(command.plan.configuration_id)]
             case StartRanks():
                 agent.kept, agent.is_chosen = command.plan, True
+                agent.ran = command.plan.generation
                 agent.heartbeat = Heartbeat(generation=command.plan.generation, state="running")
                 return [NodeReported(agent.heartbeat)]
             case _:

@@ -29,6 +29,7 @@ from ftrun.records.membership import (
     GenerationChosen,
     LeaderLost,
     NodeLost,
+    RanksStayed,
     RunPaused,
 )
 from ftrun.records.recovery import (
@@ -36,6 +37,7 @@ from ftrun.records.recovery import (
     EndRun,
     GenerationStartedRecord,
     KillWorkers,
+    RanksParked,
     Recovered,
     RepeatedStepsRecord,
     RestorePointChosen,
@@ -54,7 +56,10 @@ _NUMBERED = (
 _BEFORE_S = 120.0
 """Seconds; a fault that was ordered, or an adopted memory, belongs to an incident that follows
 within this time."""
-_FOLLOWS = (RestorePointChosen, GenerationChosen, RunPaused, SmpRestoreSource, SmpSourceRejected)
+_FOLLOWS = (
+    RestorePointChosen, GenerationChosen, RanksParked, RanksStayed, RunPaused, SmpRestoreSource,
+    SmpSourceRejected,
+)  # fmt: skip
 PLANNED = ("draining ", "grows from ")
 UNNUMBERED = 1001
 

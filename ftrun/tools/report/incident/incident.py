@@ -19,7 +19,13 @@ from ftrun.records.incidents import (
     SuspicionRaised,
     VerdictRecord,
 )
-from ftrun.records.membership import BallotStarted, GenerationChosen, LeaderLost, NodeLost
+from ftrun.records.membership import (
+    BallotStarted,
+    GenerationChosen,
+    LeaderLost,
+    NodeLost,
+    RanksStayed,
+)
 from ftrun.records.recovery import (
     DowntimeRecord,
     EndRun,
@@ -304,7 +310,7 @@ SIGNALS = {"SIGSEGV": "segv", "SIGABRT": "abort", "SIGKILL": "rank-kill", "SIGBU
 def sentence_of(facts: IncidentFacts, case: IncidentLines, verdict_text: str) -> IncidentFacts:
     what = _what(facts, case, verdict_text)
     what += f" ({facts.error_class})" if facts.error_class else ""
-    parts = [what, _done(facts, what), _lost(facts)]
+    parts = [what, _done(facts, what, case.last(RanksStayed)), _lost(facts)]
     sentence = "; ".join(part for part in parts if part)
     drill, note = drill_of(facts, what)
     return replace(facts, sentence=f"{sentence}.", drill=drill, drill_note=note)
@@ -348,10 +354,12 @@ def _cause(case: IncidentLines) -> str:
     return exits[0].text if exits else ""
 
 
-def _done(facts: IncidentFacts, what: str) -> str:
+def _done(facts: IncidentFacts, what: str, stayed: JournalLine[RanksStayed] | None) -> str:
     if facts.recovered_s is None:
         return facts.outcome
     whom = f"all {facts.world_size} ranks" if (facts.world_size or 0) > 1 else "it"
+    if stayed is not None and stayed.record.staying:
+        whom = f"{len(stayed.record.started)} of {facts.world_size} ranks"
     is_reported = "no heartbeat for" in what or "no step for" in what
     noticed = (
         "" if facts.noticed_s < 0.01 or is_reported else f"seen after {duration(facts.noticed_s)}, "

@@ -27,7 +27,7 @@ from ftrun.recovery.commands import (
     SignalWorkers,
     StartRanks,
 )
-from ftrun.wire.cluster.membership import Accepted, Heartbeat, Join, LeaderInfo
+from ftrun.wire.cluster.membership import Accepted, Heartbeat, Join, LeaderInfo, ParkedRank
 from ftrun.wire.cluster.messages import AnyClusterMessage, JournalLines
 from ftrun.wire.messages.smp import Inventory
 from tests.unit.membership.agents import Agents
@@ -92,6 +92,54 @@ def test_a_spare_takes_the_place_of_a_dead_node_at_once() -> None:
     assert made.running() == {"a": 1, "c": 1, "d": 1}
     assert [node.node_id for node in made.plan("a").members] == ["a", "d", "c"]
     assert notes(made, "a", "node_lost") == ["node b is lost: the connection is refused"]
+
+
+def with_parked_ranks() -> Agents:
+    """The ranks of a, b and c can go back to step 5, and step 8 is committed; two spares."""
+    made = with_spares("abcde", survivors="on")
+    hold(made, 8, "abc")
+    for rank, one in enumerate("abc"):
+        made[one].parked = (ParkedRank(rank, 5, 0),)
+    return made
+
+
+def test_the_ranks_of_other_nodes_keep_their_processes() -> None:
+    made = with_parked_ranks()
+    made.kill("b")
+    made.passes(0.25)
+    plan = made.plan("a")
+    assert ([node.node_id for node in plan.members], plan.staying) == (["a", "d", "c"], [0, 2])
+    assert notes(made, "a", "ranks_stayed") == ["generation 1: 2 of 3 ranks stay"]
+
+
+def test_after_the_leader_is_lost_the_ranks_of_other_nodes_stay_too() -> None:
+    made = with_parked_ranks()
+    made.kill("a")
+    made.passes(6.0)
+    assert made.plan("b").staying == [1, 2]
+
+
+def test_a_rank_at_fault_does_not_stay() -> None:
+    made = with_parked_ranks()
+    works(made, 9, "b", exits=(exited(1, ExitKind.HUNG, 1),))
+    made.passes(2.0)
+    assert made.plan("a").staying == [0, 2]
+
+
+def test_a_node_that_is_lost_after_the_plan_was_sent_costs_all_processes() -> None:
+    made = with_parked_ranks()
+    made.reads["d"] = None
+    made.kill("b")
+    made.passes(0.25)
+    assert made.running() == {}, "d does not answer"
+    made.reads.clear()
+    made.kill("d")
+    made.passes(4.0)
+    assert made.running() == {"a": 2, "c": 2, "e": 2}
+    assert made.plan("a").staying == []
+    assert notes(made, "a", "ranks_stayed") == [
+        "generation 2: no rank stays, because the ranks of node a have run generation 0"
+    ]
 
 
 def test_an_unresponsive_node_is_lost_after_the_deadline() -> None:
