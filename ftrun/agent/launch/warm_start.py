@@ -11,7 +11,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from inspect import signature
 from typing import IO, Any
@@ -107,6 +107,10 @@ class WorkerHandle:
         for stream in self.streams:
             stream.close()
         self.streams.clear()
+
+
+RehearsedRanks = Callable[[LaunchRequest, range, Collection[int]], dict[int, WorkerHandle]]
+"""Gives the rehearsed processes of a generation, see `Rehearsals.begin_generation`."""
 
 
 def bound_to_cpus(command: list[str], local_rank: int, numa_options: object) -> list[str]:

@@ -5,7 +5,7 @@ Runs in the main thread. Pages and error files outlive their worker, and are rea
 
 import os
 import socket
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from queue import SimpleQueue
@@ -17,7 +17,7 @@ from ftrun import clock, events, process_tree
 from ftrun.agent.launch.elastic import FtrunElasticAgent
 from ftrun.agent.launch.parking import RankParking
 from ftrun.agent.launch.rank_trees import KILL_WAIT_S, RankEnding
-from ftrun.agent.launch.warm_start import LaunchSlot, WorkerHandle, WorkerStarter
+from ftrun.agent.launch.warm_start import LaunchSlot, RehearsedRanks, WorkerHandle, WorkerStarter
 from ftrun.agent.observe.evidence import (
     EndedRank,
     WrittenErrors,
@@ -47,9 +47,6 @@ from ftrun.wire.shared_memory.pages import (
     stacks,
 )
 
-Rehearsed = Callable[[LaunchRequest, range, Collection[int]], dict[int, WorkerHandle]]
-"""See `Rehearsals.begin_generation`."""
-
 AWAY_S = 2.0
 """Longer than any turn of the loop takes while the machine runs."""
 
@@ -78,7 +75,7 @@ class WorkerGroup:
         self.is_suspended = False
         self.awaits_boundary = False
         """The ranks were asked for a final snapshot, and wait at its boundary."""
-        self.rehearsed: Rehearsed = lambda *_: {}
+        self.rehearsed: RehearsedRanks = lambda *_: {}
         self._ends = RankEnding(stuck_pids)
         self._polled_s = clock.now_s()
         self.unused_fds: SimpleQueue[int] = SimpleQueue()
