@@ -37,7 +37,7 @@ from ftrun.agent.launch.rank_trees import RankTrees
 from ftrun.agent.launch.warm_start import LaunchSlot, WorkerHandle
 from ftrun.agent.launch.zygote_client import ZygoteClient, ZygoteUnavailable
 from ftrun.ids import Rank, version
-from ftrun.linux import OOM_SCORE, available_memory
+from ftrun.linux import OOM_SCORE, AvailableMemory, available_memory
 from ftrun.monitor.worker_exits import exit_text
 from ftrun.records.snapshots import RankRehearsed
 from ftrun.wire.messages.worker import LaunchRequest, Parked
@@ -216,17 +216,13 @@ class Rehearsals:
     def _has_memory(self, handle: WorkerHandle, now_s: float) -> bool:
         if now_s < self._memory_due_s:
             return False
-        needed, free = self._run.smp.needed, available_memory()
-        of_rank, of_smp = resident_bytes(handle.pid), needed.arena_bytes + needed.parity_bytes
-        if of_rank + of_smp <= free.num_bytes:
-            self._memory_problem = ""
-            return True
-        self._memory_due_s = now_s + _CHECK_MEMORY_S
-        self._memory_problem = (
-            f"a rehearsal needs {of_rank >> 20} MB and snapshots {of_smp >> 20} MB more, and "
-            f"{free.num_bytes >> 20} MB are free ({free.limit})"
+        needed = self._run.smp.needed
+        self._memory_problem = memory_problem(
+            resident_bytes(handle.pid), needed.arena_bytes + needed.parity_bytes, available_memory()
         )
-        return False
+        if self._memory_problem:
+            self._memory_due_s = now_s + _CHECK_MEMORY_S
+        return not self._memory_problem
 
     def _launch(
         self, rank: int, local: int, request: LaunchRequest, zygote: ZygoteClient
@@ -378,6 +374,16 @@ def _close_slot(slot: LaunchSlot) -> None:
 def _set_up_s(page: SharedPage) -> float:
     since_ns = page.get(HeartbeatField.STARTED_NS)
     return max(0.0, page.get(HeartbeatField.FIRST_STEP_NS) - since_ns) / 1e9 if since_ns else 0.0
+
+
+def memory_problem(of_rank: int, of_snapshots: int, free: AvailableMemory) -> str:
+    """Why a process of this size does not fit next to the memory that snapshots still need."""
+    if of_rank + of_snapshots <= free.num_bytes:
+        return ""
+    return (
+        f"a rehearsal needs {of_rank >> 20} MB and snapshots {of_snapshots >> 20} MB more, and "
+        f"{free.num_bytes >> 20} MB are free ({free.limit})"
+    )
 
 
 def resident_bytes(pid: int) -> int:
