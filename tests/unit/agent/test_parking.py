@@ -4,6 +4,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import msgspec
+import pytest
+
+from ftrun.agent.launch.rank_trees import _ORPHANS_WAIT_S, KILL_WAIT_S
+from ftrun.config.cluster import MembershipSettings
+from ftrun.config.profile import RestartConfig
+
 WAIT_S = 120.0
 
 SETUP = """
@@ -210,3 +217,11 @@ def test_ranks_park_or_end(tmp_path: Path) -> None:
         printed.seek(0)
         text = printed.read()
     assert text.count("clean\n") == len(CASES), text
+
+
+def test_a_node_answers_a_ballot_in_time_with_the_longest_wait_for_its_ranks() -> None:
+    longest_s = 8.0
+    assert msgspec.convert({"park_s": longest_s}, RestartConfig).park_s == longest_s
+    with pytest.raises(msgspec.ValidationError):
+        msgspec.convert({"park_s": longest_s + 0.1}, RestartConfig)
+    assert longest_s + KILL_WAIT_S + _ORPHANS_WAIT_S < MembershipSettings().answer_s
