@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from ftrun import dcp
+    from ftrun.worker.process.preparation import prepared as prepared
     from ftrun.worker.saved_files import load as load
     from ftrun.worker.saved_files import save as save
     from ftrun.worker.session import Session as Session
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
     from ftrun.worker.state.providers import StateProvider as StateProvider
 
 __version__ = "0.2.0"
-__all__ = ["Session", "StateProvider", "__version__", "attach", "dcp", "load", "save"]
+__all__ = ["Session", "StateProvider", "__version__", "attach", "dcp", "load", "prepared", "save"]
 
 
 _MODULES = {
@@ -37,6 +38,7 @@ _MODULES = {
     "Session": "ftrun.worker.session",
     "StateProvider": "ftrun.worker.state.providers",
     "load": "ftrun.worker.saved_files",
+    "prepared": "ftrun.worker.process.preparation",
     "save": "ftrun.worker.saved_files",
 }
 

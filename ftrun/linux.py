@@ -77,9 +77,14 @@ def unfit_to_fork() -> str:
     return _threads_in_the_way() or _device_in_use()
 
 
-def _threads_in_the_way() -> str:
+def num_threads() -> int:
+    """Threads of this process."""
     with open("/proc/self/status", encoding="ascii") as status:
-        threads = next(int(line.split()[1]) for line in status if line.startswith("Threads:"))
+        return next(int(line.split()[1]) for line in status if line.startswith("Threads:"))
+
+
+def _threads_in_the_way() -> str:
+    threads = num_threads()
     # OpenBLAS starts its own threads if OMP_NUM_THREADS is not set, up to one per CPU; they are
     # harmless.
     allowed = 1 if "OMP_NUM_THREADS" in os.environ else os.cpu_count() or 1

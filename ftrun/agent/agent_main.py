@@ -28,6 +28,7 @@ from ftrun.errors import ExitCode, FtrunError, InternalError, PeerError
 from ftrun.journal import Journal
 from ftrun.records.run import AgentStarted, ErrorRecord, InternalErrorRecord
 from ftrun.records.snapshots import MemoryAdopted, RunStateRejected
+from ftrun.wire.messages.agent_start import ZygoteSettings
 from ftrun.wire.run_environment import RunFolder
 
 
@@ -89,11 +90,9 @@ def _zygote(spec: RunSpec, started: Started, journal: Journal) -> ZygoteClient |
     set_thread_count(spec.torchrun_argv)
     if spec.profile.start.mode != "warm":
         return None
-    zygote = ZygoteClient(
-        preload=spec.profile.start.preload,
-        folder=script_folder(spec.script, spec.cwd),
-        journal=journal,
-    )
+    start = msgspec.to_builtins(spec.profile.start)
+    folder = script_folder(spec.script, spec.cwd)
+    zygote = ZygoteClient(ZygoteSettings.of(folder, start, spec.torchrun_argv), journal)
     if started.zygote is None:
         zygote.start()
     else:

@@ -195,6 +195,7 @@ class CommandExecutor:
         run = self._run
         if run.workers.alive():
             run.journal.write(commands.KillWorkers(command.reason))
+        run.rehearsals.end_unfinished()
         parking = self._park(command) if command.stay else None
         if parking is None:
             self._kill()
@@ -206,7 +207,7 @@ class CommandExecutor:
         holdings, store_port, smp_port = run.maintenance.holdings()
         found = Quiesced(command.generation, holdings, store_port, smp_port)
         if parking is not None:
-            parked = parked_ranks(run.workers.handles)
+            parked = parked_ranks(run.workers.handles) or parked_ranks(run.rehearsals.handles)
             found = replace(
                 found, parked=parked, parked_in=parking.generation, stay_problem=parking.problem
             )
@@ -261,6 +262,7 @@ class CommandExecutor:
         run = self._run
         self.has_left = command.run_continues
         run.workers.kill()
+        run.rehearsals.end()
         run.publish_status()
         run.generations.repeats.conclude()
         run.before_end()

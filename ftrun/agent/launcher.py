@@ -26,6 +26,7 @@ from ftrun.agent.launch import elastic
 from ftrun.agent.launch.agent_start import unknown_torch
 from ftrun.agent.launch.generation import GenerationRunner
 from ftrun.agent.launch.process import one_oom_ends_all
+from ftrun.agent.launch.rehearsals import Rehearsals
 from ftrun.agent.launch.rendezvous import LOOPBACK, StorePool, register
 from ftrun.agent.launch.warm_start import WorkerStarter
 from ftrun.agent.launch.worker_group import WorkerGroup
@@ -227,6 +228,8 @@ class Run:
         )
         self.notices = NoticeWatcher(spec.profile.notices, self.journal, self.signals.ask_leave)
         self.device_memory = DeviceMemory(used_by_nvml(), limit_s=spec.profile.start.device_wait_s)
+        self.rehearsals = Rehearsals(self)
+        self.workers.rehearsed = self.rehearsals.begin_generation
         self.maintenance = Maintenance(self)
         self.observers = Observers(self)
 

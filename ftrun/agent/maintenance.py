@@ -80,7 +80,8 @@ class Maintenance:
         self._report_slow_captures()
         self._refill(now_s)
         self._reap(now_s)
-        self._bind_standbys()
+        self._prepare_standbys()
+        run.rehearsals.poll(now_s)
         self.checkpoints.poll(now_s)
         self._report_files()
         if self._bring_up_smp():
@@ -230,7 +231,8 @@ class Maintenance:
             ranks = [*workers.handles, *workers.starter.parked.values()]
             known = [handle.child for handle in ranks]
             zygote = self._zygote.children if self._zygote is not None else []
-            reap_strangers([*known, *zygote, *self._run.smp.children])
+            rehearsed = self._run.rehearsals.children
+            reap_strangers([*known, *zygote, *rehearsed, *self._run.smp.children])
 
     def _refill(self, now_s: float) -> None:
         if self._zygote is None:
@@ -248,12 +250,16 @@ class Maintenance:
                 return
             self._zygote.refill()
 
-    def _bind_standbys(self) -> None:
-        """Once all ranks have made a step, because standbys would slow their start."""
-        if self._zygote is None or self._run.spec.profile.start.device == "off":
-            return
+    def _prepare_standbys(self) -> None:
+        """Once all ranks have made a step, because this would slow their start."""
         pages = self._run.workers.pages
-        if pages and all(page.get(HeartbeatField.FIRST_STEP_NS) for page in pages):
+        if self._zygote is None or not pages:
+            return
+        if not all(page.get(HeartbeatField.FIRST_STEP_NS) for page in pages):
+            return
+        if any(page.get(HeartbeatField.COMPILES) for page in pages):
+            self._zygote.import_compiler()
+        if self._run.spec.profile.start.device != "off":
             self._zygote.bind(len(pages))
 
     def _report_no_progress(self, now_s: float, limit_s: float) -> None:

@@ -23,6 +23,11 @@ class _Section(Struct, frozen=True, forbid_unknown_fields=True):
     """An immutable section; an unknown key is an error."""
 
 
+_FunctionName = Annotated[
+    str, _meta("", wanted="a function of a module, as MODULE:FUNCTION", pattern=r"^[\w.]+:[\w.]+$")
+]
+
+
 # fmt: off
 MEMORY_LIMIT = "snapshot.max_memory_gb of the profile"
 """Names the limit in a `MemoryTooSmall`."""
@@ -68,6 +73,9 @@ class StartConfig(_Section, frozen=True, kw_only=True):
     preload: Annotated[list[str], _meta(
         "modules that the warm process imports after torch; none may use a GPU"
     )] = field(default_factory=list)
+    prepare: Annotated[list[_FunctionName], _meta(
+        "functions MODULE:FUNCTION that are called before a restart needs their results; the "
+        "script gets them by ftrun.prepared")] = field(default_factory=list)
     device: Annotated[Literal["off", "context"], _meta(
         "context: standbys initialise the GPUs for the next start of the ranks")] = "off"
     device_wait_s: Annotated[float, _meta(
@@ -88,6 +96,10 @@ class RestartConfig(_Section, frozen=True, kw_only=True):
     survivors: Annotated[Literal["off", "on"], _meta(
         "on: if a rank or a node fails, ranks inside session.guard() keep their processes, and "
         "only the others start again; off: all ranks do")] = "off"
+    rehearse: Annotated[Literal["all"] | Annotated[int, Meta(ge=0)], _meta(
+        "standbys of each node that set up as one of its ranks and make a step that is discarded, "
+        "so that the rank continues at once if it fails; needs survivors: on",
+        wanted="all or a whole number of at least 0")] = 0
     max_renewals: Annotated[int, _meta(
         "restarts through which one process may stay; then all ranks start again", ge=1)] = 16
     park_s: Annotated[float, _meta(

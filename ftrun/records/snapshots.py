@@ -50,6 +50,26 @@ class StandbyDropped(Record, frozen=True, tag="standby_dropped"):
     reason: str
 
 
+class FunctionsPrepared(ReasonRecord, frozen=True, tag="functions_prepared"):
+    """Where the functions of start.prepare are called, and why not in the zygote."""
+
+    place: str  # `zygote`, once for all ranks; `standby`, in each of them; `rank`: they failed
+    seconds: Seconds = 0.0
+
+
+class CompilerImported(ReasonRecord, frozen=True, tag="compiler_imported"):
+    """The zygote has the modules of torch's compiler; if it does not, the reason."""
+
+    seconds: Seconds = 0.0
+
+
+class RankRehearsed(ReasonRecord, frozen=True, tag="rank_rehearsed"):
+    """A standby has set up as a rank and is parked; if it is not, the reason."""
+
+    rank: int
+    seconds: Seconds = 0.0
+
+
 class CaptureSlowed(ReasonRecord, frozen=True, tag="capture_slowed"):
     """A rank copies from its devices more slowly than it could."""
 

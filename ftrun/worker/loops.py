@@ -101,6 +101,8 @@ class Loops(ABC):
         self._turns = 0
         """Turns handed out, repeated ones included."""
         self._blocks = GuardedBlocks()
+        self._num_entered = 0
+        """Loops that were entered in this epoch."""
         hook = register_optimizer_step_post_hook(after_optimizer_step(weakref.ref(self)))
         self._end_hook = weakref.finalize(self, hook.remove)
 
@@ -240,6 +242,7 @@ class Loops(ABC):
         while (total is None or self._epoch < total) and not self._was_left("epochs()"):
             frames = frames_of_loop()
             self._in_epoch = True
+            self._num_entered = 0
             self._in_last_epoch = self._epoch + 1 == total
             try:
                 yield self._epoch
@@ -357,6 +360,9 @@ class Loops(ABC):
             raise UsageError(f"a loop over {driver} inside one over {self._driver}")
         self._driver = driver
         self._left = ""
+        self._num_entered += 1
+        if self._stay is not None:
+            self._stay.show_loop(self._epoch, self._num_entered)
 
     def _leave(self) -> None:
         self._driver = None

@@ -28,6 +28,7 @@ from ftrun.worker.state.attached import AttachedState, Skip, by_name, declared
 from ftrun.worker.state.checked_state import PlainCheck
 from ftrun.worker.state.data_position import DataPosition
 from ftrun.worker.state.tensors import HostCopy, is_capturing
+from ftrun.worker.survivors.rehearsal import read_newest
 
 if TYPE_CHECKING:
     from ftrun.worker.capture.recording import Recording
@@ -317,7 +318,7 @@ class Session(Loops):
             context.recording.attached(attached, self._own_state, known, self._step)
 
     def _restore(self, protection: "SnapshotSession", context: WorkerContext) -> None:
-        saved = protection.restore()
+        saved = read_newest(context, protection.restore)
         if saved is not None:
             self._restored = True
             own = saved["session"]
@@ -329,6 +330,8 @@ class Session(Loops):
             left = [one for one in saved["loaders"] if left_pass(one) == self._left_before]
             self._loaders.load(saved["loaders"], left)
         protection.begin(self._own_state)
+        if context.launch.rehearses:
+            protection.release()  # the rank that runs may overwrite the version at any time
         protection.put_back_random_states()
 
     @property

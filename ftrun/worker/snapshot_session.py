@@ -35,7 +35,6 @@ from ftrun.worker.restore.loader import (
     LocalState,
     SavedState,
     arena_with,
-    copied_version,
     put_back_random_states,
     reload,
 )
@@ -100,12 +99,7 @@ class SnapshotSession:
         self.buckets.find_older()
         if context.restore is None:
             return None
-        if context.launch.rehearses:
-            self._saved = copied_version(context)
-        elif context.is_resized:
-            self._saved = self._open_other()
-        else:
-            self._saved = self._open_own(context.restore)
+        self._saved = self._open_other() if context.is_resized else self._open_own(context.restore)
         self.buckets.load(self._saved.part("orders"))
         own = {name: self._saved.part(name) for name in ("session", "loaders")}
         self._load(is_again=is_again)

@@ -24,7 +24,7 @@ MAX_LINE = 120
 PAGES = """
 architecture benchmarks checkpoints dcp drills estimate failure-modes field
 frameworks getting-started glossary gpu internals layouts many-nodes network
-operations papers security slurm-kubernetes verdicts
+operations papers security slurm-kubernetes survivors verdicts
 """
 
 each_page = pytest.mark.parametrize("name", DOCS)

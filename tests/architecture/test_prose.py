@@ -42,7 +42,7 @@ DIALECT = {
     r"roads?": "path",
     r"hangs? on": "is attached to",
     r"shelf|shelves|vaults?": "catalog, parity store",
-    r"lastingly|laziness|rehearsals?": "persistent, lazy copy",
+    r"lastingly|laziness": "persistent, lazy copy",
     r"old world": "previous world",
     r"(stand|stands|stood|standing) (still|by)": "paused, spare",
     r"bears?|borne": "tolerates",

@@ -33,6 +33,7 @@ from ftrun.journal import Journal
 from ftrun.linux import become_subreaper
 from ftrun.wire.messages import envelope as messages
 from ftrun.wire.messages import smp as smp_messages
+from ftrun.wire.messages.agent_start import ZygoteSettings
 from ftrun.wire.messages.worker import LaunchRequest, Parked, Revoke, encode_launch
 from ftrun.wire.run_environment import GENERATION, RUN_ID
 from ftrun.wire.shared_memory.arena import SlotState, read_slot_headers
@@ -347,7 +348,7 @@ def main() -> None:
     folder = Path(sys.argv[1])
     os.environ["OMP_NUM_THREADS"] = "1"
     become_subreaper()
-    zygote = ZygoteClient(preload=(), folder=str(folder), journal=Journal(folder / "journal"))
+    zygote = ZygoteClient(ZygoteSettings(str(folder), [], [], []), Journal(folder / "journal"))
     zygote.start()
     try:
         for name in sys.argv[2:]:

@@ -29,6 +29,7 @@ from ftrun.wire.messages.agent_start import (
     RETAINED_FDS,
     STUB_PID,
     STUB_SOCKET,
+    ZygoteSettings,
     decode_numbers,
 )
 from ftrun.wire.run_environment import RunFolder
@@ -60,13 +61,13 @@ def begin() -> Started | None:
     if reserve_fd >= 0:
         os.set_inheritable(reserve_fd, False)
     try:
-        words = _prepare(RunFolder(Path(sys.argv[1])))
+        for_zygote = _prepare(RunFolder(Path(sys.argv[1])))
         link = None
-        if words is not None:
+        if for_zygote is not None:
             link = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001 - raised again by the agent
         return Started(error=error)
-    if words is None or link is None:
+    if for_zygote is None or link is None:
         if reserve_fd >= 0:
             os.close(reserve_fd)
         return Started(is_forked=is_forked)
@@ -76,7 +77,7 @@ def begin() -> Started | None:
     pid = os.fork()
     if pid == 0:
         mine.close()
-        _run_zygote(its.detach(), agent_pid, words, reserve_fd)
+        _run_zygote(its.detach(), agent_pid, for_zygote, reserve_fd)
         return None
     its.close()
     if reserve_fd >= 0:
@@ -125,8 +126,8 @@ def unknown_torch(text: str) -> str:
     )
 
 
-def _prepare(folder: RunFolder) -> list[str] | None:
-    """Import torch, with SIGINT unblocked; return the words for the zygote. None: no zygote."""
+def _prepare(folder: RunFolder) -> ZygoteSettings | None:
+    """Import torch, with SIGINT unblocked. None: no zygote."""
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # the stub has blocked it
     try:
         spec = json.loads(folder.spec.read_bytes())
@@ -144,14 +145,15 @@ def _prepare(folder: RunFolder) -> list[str] | None:
         if before is None:
             del os.environ[_NVML_CHECK]
         is_fit = not unknown_torch(torch.__version__) and not unfit_to_fork()
-        words = [script_folder(spec["script"], spec["cwd"]), *settings["preload"]]
-        return words if is_fit else None
+        folder_of_script = script_folder(spec["script"], spec["cwd"])
+        made = ZygoteSettings.of(folder_of_script, settings, spec["torchrun_argv"])
+        return made if is_fit else None
     finally:
         gc.enable()
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
 
 
-def _run_zygote(fd: int, agent_pid: int, words: list[str], reserve_fd: int) -> None:
+def _run_zygote(fd: int, agent_pid: int, settings: ZygoteSettings, reserve_fd: int) -> None:
     for name in (STUB_SOCKET, RETAINED_FDS):
         for stubs_fd in decode_numbers(os.environ.get(name, "")):
             os.close(stubs_fd)
@@ -159,5 +161,5 @@ def _run_zygote(fd: int, agent_pid: int, words: list[str], reserve_fd: int) -> N
         os.environ[RESERVE_SOCKET] = str(reserve_fd)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-    sys.argv = ["", str(fd), str(agent_pid), *words]
+    sys.argv = ["", str(fd), str(agent_pid), settings.encode()]
     runpy._run_module_as_main("ftrun.worker.process.zygote")  # type: ignore[attr-defined]

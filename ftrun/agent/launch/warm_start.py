@@ -11,7 +11,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from inspect import signature
 from typing import IO, Any
@@ -60,7 +60,7 @@ class WorkerHandle:
     child: ChildProcess
     slot: LaunchSlot
     start: str
-    """`warm`, `fresh`, or `stayed`: the process is that of the last generation."""
+    """`warm`, `fresh`, `stayed`: the process is that of the last generation, or `rehearsed`."""
     streams: list[IO[str]] = field(default_factory=list)
     stopped_since_s: float | None = None
     last_call: str | None = None
@@ -109,6 +109,10 @@ class WorkerHandle:
         self.streams.clear()
 
 
+RehearsedRanks = Callable[[LaunchRequest, range, Collection[int]], dict[int, WorkerHandle]]
+"""Gives the rehearsed processes of a generation, see `Rehearsals.begin_generation`."""
+
+
 def bound_to_cpus(command: list[str], local_rank: int, numa_options: object) -> list[str]:
     """The command behind `numactl`, as torch's own SubprocessHandler starts it.
 
@@ -152,7 +156,9 @@ class WorkerStarter:
     slots: dict[int, LaunchSlot] = field(default_factory=dict)
     handles: dict[int, WorkerHandle] = field(default_factory=dict)
     parked: dict[int, WorkerHandle] = field(default_factory=dict)
-    """Processes of the last generation that run the same local rank in this one."""
+    """Parked processes that run the same local rank in this generation."""
+    requests: dict[int, LaunchRequest] = field(default_factory=dict)
+    """The last launch request of each local rank, with variables and arguments."""
 
     def __call__(
         self,
@@ -168,18 +174,17 @@ class WorkerStarter:
         slot, argv = self.slots[local_rank_id], [str(arg) for arg in args]
         streams = [_log_file(path) if path else None for path in (stdout, stderr)]
         variables = {**os.environ, **env, **self.variables}
+        is_python = entrypoint == sys.executable and argv[:1] == ["-u"]
+        request = _launch_request(slot.request, argv[1:] if is_python else [], variables, streams)
+        self.requests[local_rank_id] = request
         parked = self.parked.pop(local_rank_id, None)
         if parked is not None:
-            request = _launch_request(slot.request, variables, streams, start="stayed")
-            handle = WorkerHandle(local_rank_id, _woken(parked, request), slot, "stayed")
+            start = "rehearsed" if parked.start == "rehearsed" else "stayed"
+            request = msgspec.structs.replace(request, start=start)
+            handle = WorkerHandle(local_rank_id, _woken(parked, request), slot, start)
             return self._started(handle, streams)
-        is_python = entrypoint == sys.executable and argv[:1] == ["-u"]
         child, reason = None, self._fresh_reason(entrypoint, is_python, numa_options)
         if not reason and self.zygote is not None:
-            request = _launch_request(slot.request, variables, streams, start="warm")
-            is_module = argv[1] == "-m"
-            words = argv[2:] if is_module else argv[1:]
-            request = msgspec.structs.replace(request, argv=words, is_module=is_module)
             try:
                 child = self.zygote.launch(request, local_rank_id)
             except ZygoteUnavailable as error:
@@ -214,19 +219,21 @@ class WorkerStarter:
 
 def _launch_request(
     request: LaunchRequest,
+    argv: list[str],
     variables: dict[str, str],
     streams: Sequence[IO[str] | None],
-    *,
-    start: str,
 ) -> LaunchRequest:
     stdout, stderr = (
         stream.fileno() if stream is not None else number
         for stream, number in zip(streams, (1, 2), strict=True)
     )
+    is_module = argv[:1] == ["-m"]
     return msgspec.structs.replace(
         request,
-        start=start,
+        start="warm",
         descriptors={**request.descriptors, "stdout": stdout, "stderr": stderr},
+        argv=argv[1:] if is_module else argv,
+        is_module=is_module,
         variables=variables,
         cwd=os.getcwd(),
     )

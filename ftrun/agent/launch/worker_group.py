@@ -17,7 +17,7 @@ from ftrun import clock, events, process_tree
 from ftrun.agent.launch.elastic import FtrunElasticAgent
 from ftrun.agent.launch.parking import RankParking
 from ftrun.agent.launch.rank_trees import KILL_WAIT_S, RankEnding
-from ftrun.agent.launch.warm_start import LaunchSlot, WorkerHandle, WorkerStarter
+from ftrun.agent.launch.warm_start import LaunchSlot, RehearsedRanks, WorkerHandle, WorkerStarter
 from ftrun.agent.observe.evidence import EndedRank, WrittenErrors
 from ftrun.agent.observe.introspection import as_traceback, parse_dump
 from ftrun.agent.observe.recorder_dumps import DUMPS, has_nccl_devices, recorder_variables
@@ -72,6 +72,7 @@ class WorkerGroup:
         self.is_suspended = False
         self.awaits_boundary = False
         """The ranks were asked for a final snapshot, and wait at its boundary."""
+        self.rehearsed: RehearsedRanks = lambda *_: {}
         self._ends = RankEnding(stuck_pids)
         self._polled_s = clock.now_s()
         self.unused_fds: SimpleQueue[int] = SimpleQueue()
@@ -111,6 +112,7 @@ class WorkerGroup:
         if kept is not None:
             self.commands.set(CommandField.RETAINED_GENERATION, kept[0])
             self.commands.set(CommandField.RETAINED_STEP, kept[1])
+        self.starter.parked |= self.rehearsed(request, ranks, self.starter.parked)
         self.starter.slots = {
             local: self._slot(
                 msgspec.structs.replace(request, rank=Rank(rank)), self.starter.parked.get(local)

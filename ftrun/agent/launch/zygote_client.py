@@ -28,7 +28,14 @@ import msgspec
 from ftrun import clock
 from ftrun.agent.launch.process import ChildProcess, python_command, spawn
 from ftrun.journal import Journal
-from ftrun.records.snapshots import StandbyBound, StandbyDropped
+from ftrun.monitor.worker_exits import exit_text
+from ftrun.records.snapshots import (
+    CompilerImported,
+    FunctionsPrepared,
+    StandbyBound,
+    StandbyDropped,
+)
+from ftrun.wire.messages.agent_start import ZygoteSettings
 from ftrun.wire.messages.worker import (
     REQUEST_IN_MEMORY,
     BindDevice,
@@ -43,6 +50,7 @@ _log = logging.getLogger(__name__)
 READY_WAIT_S = 120.0
 """Importing torch took 1.1 s here on a quiet machine, and minutes from a slow network disk."""
 
+_END_WAIT_S = 1.0  # for all processes, before they are killed
 _MAX_ANSWER_BYTES = 4096
 _decode_bound = msgspec.json.Decoder(DeviceBound).decode
 
@@ -66,12 +74,18 @@ class ZygoteUnavailable(Exception):
 class ZygoteClient:
     """One zygote and its standbys."""
 
-    def __init__(self, *, preload: Sequence[str], folder: str, journal: Journal) -> None:
-        """`folder`: searched first for the modules of `preload`, as by the script."""
+    def __init__(self, settings: ZygoteSettings, journal: Journal) -> None:
         self._wanted = 1
-        self._preload = tuple(preload)
-        self._folder = folder
+        self._settings = settings
         self._journal = journal
+        self._tasks: list[str] = []
+        """What the zygote lacks, and a fork of it is to prepare; see `fork_successor` there."""
+        self._task = ""
+        """The one that was ordered."""
+        self._preparing: ChildProcess | None = None
+        """It performs the task, and may become the next zygote."""
+        self._standbys_prepare = False
+        self._compiles = False
         self._standbys: deque[Standby] = deque()
         self._control: socket.socket | None = None
         self._ordered = 0
@@ -88,22 +102,36 @@ class ZygoteClient:
 
     @property
     def children(self) -> list[ChildProcess]:
-        found = [*(standby.child for standby in self._standbys), *self._dropped]
+        found = [*(standby.child for standby in self._standbys), *self._dropped, self._preparing]
         return [child for child in [self.child, *found] if child is not None]
 
     @property
     def holds_device(self) -> bool:
         return any(standby.binding is not None for standby in self._standbys)
 
+    @property
+    def has_standby(self) -> bool:
+        """Whether `launch` needs no fork for a rank without a bound standby."""
+        return any(one.binding is None and one.child is not None for one in self._standbys)
+
     def start(self) -> None:
         """Start a zygote as a program, which imports torch again."""
         mine, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        words = (str(its.fileno()), str(os.getpid()), self._folder, *self._preload)
+        words = (str(its.fileno()), str(os.getpid()), self._settings.encode())
         argv = python_command("ftrun.worker.process.zygote", *words)
         self.adopt(mine, spawn(argv, name="zygote", variables=os.environ, pass_fds=[its.fileno()]))
         its.close()
 
     def adopt(self, control: socket.socket, child: ChildProcess) -> None:
+        if self._preparing is not None:  # a fork of the last zygote
+            self._drop_child(self._preparing)
+            self._preparing = None
+        self._standbys_prepare, self._task = False, ""
+        self._tasks = ["call"] if self._settings.prepare else []
+        self._tasks += ["compiler"] if self._compiles else []
+        self._connect(control, child)
+
+    def _connect(self, control: socket.socket, child: ChildProcess) -> None:
         if self._control is not None:
             self._control.close()
         self._control, self.child = control, child
@@ -151,8 +179,9 @@ class ZygoteClient:
         if self._control is not None:
             self._control.close()
             self._control = None
+        give_up_s = clock.now_s() + _END_WAIT_S  # a standby that prepares does not read its socket
         for child in self.children:
-            if not child.wait(1.0):
+            if not child.wait(max(0.0, give_up_s - clock.now_s())):
                 child.signal(9)
                 child.wait(5.0)
         self._standbys.clear()
@@ -163,6 +192,13 @@ class ZygoteClient:
         while self._receive(0.0):
             pass
         self._dropped = [child for child in self._dropped if not child.reap()]
+        if self._preparing is not None and self._preparing.reap():
+            how = exit_text(self._preparing.ended_with)
+            self._prepared(failure=f"the process that calls the functions {how}")
+        if self._tasks and not self._task and self._control is not None:
+            self._task = self._tasks.pop(0)
+            with contextlib.suppress(OSError):  # it has ended
+                self._control.send(json.dumps({"successor": self._task}).encode())
         for standby in list(self._standbys):
             child, is_idle = standby.child, standby.binding is None or standby.is_bound
             if child is not None and is_idle and standby in self._standbys and child.reap():
@@ -172,6 +208,12 @@ class ZygoteClient:
             if is_expected and standby in self._standbys:  # the one before may have unbound all
                 self._receive_answer(standby)
         return len(self._standbys) < num_standbys
+
+    def import_compiler(self) -> None:
+        """Have the zygote import torch's compiler, because ranks use it; once is enough."""
+        if not self._compiles:
+            self._compiles = True
+            self._tasks.append("compiler")
 
     # --- devices ----------------------------------------------------------------------------
 
@@ -241,9 +283,12 @@ class ZygoteClient:
         self._standbys.remove(standby)
         standby.orders.close()
         if standby.child is not None:
-            standby.child.signal(9)  # it may hang in a driver, so nothing waits for its end
-            self._dropped.append(standby.child)
+            self._drop_child(standby.child)
         self._journal.write(StandbyDropped(standby.binding.local_rank, reason))
+
+    def _drop_child(self, child: ChildProcess) -> None:
+        child.signal(9)  # it may hang, for example in a driver, so nothing waits for its end
+        self._dropped.append(child)
 
     def _take_bound(self, local_rank: int) -> Standby | None:
         now = self._launched[local_rank]
@@ -274,7 +319,8 @@ class ZygoteClient:
             self._ordered += count
             self.unfit = ""
             with contextlib.suppress(OSError):
-                self._control.send(json.dumps({"count": count}).encode())
+                order = {"count": count, "prepare": self._standbys_prepare}
+                self._control.send(json.dumps(order).encode())
 
     def _take(self) -> Standby:
         give_up_s = clock.now_s() + READY_WAIT_S
@@ -312,9 +358,64 @@ class ZygoteClient:
             self._standbys.append(Standby(orders))
         if "unfit" in message:
             self._refused(message["unfit"])
+        if "preparing" in message:
+            with contextlib.suppress(OSError):  # it has ended
+                self._preparing = ChildProcess(message["preparing"], "standby")
+        if "prepared" in message:
+            self._prepared(**message["prepared"], fds=fds)
         for name, error in message.get("failed", {}).items():
             _log.warning("--preload %s failed: %s. The ranks import it themselves", name, error)
         return True
+
+    def _prepared(
+        self,
+        *,
+        seconds: float = 0.0,
+        reason: str = "",
+        failure: str = "",
+        fds: Sequence[int] = (),
+    ) -> None:
+        """A task was performed, with the control socket of the next zygote in `fds`.
+
+        `reason`: why the process that performed it cannot be forked.
+        """
+        child, self._preparing = self._preparing, None
+        task, self._task = self._task, ""
+        if task == "call":
+            self._report_calls(seconds, reason, failure)
+            self._standbys_prepare = bool(reason)
+        else:
+            self._journal.write(CompilerImported(failure or reason, seconds))
+        if child is not None and fds:
+            if self.child is not None:
+                self._dropped.append(self.child)  # it ends, because its socket is closed
+            control = socket.socket(fileno=fds[0])
+            control.set_inheritable(False)
+            self._connect(control, child)
+        elif child is not None:
+            self._dropped.append(child)
+        if fds or self._standbys_prepare:
+            self._replace_standbys()
+
+    def _report_calls(self, seconds: float, reason: str, failure: str) -> None:
+        names = ", ".join(self._settings.prepare)
+        place = "rank" if failure else "standby" if reason else "zygote"
+        self._journal.write(FunctionsPrepared(failure or reason, place, seconds))
+        if failure:
+            _log.warning("%s. Ranks call the functions themselves", failure)
+        elif reason:
+            _log.info("--prepare: each standby calls %s, because of %s", names, reason)
+        else:
+            _log.info("--prepare: %s took %.1f s; later ranks share the result", names, seconds)
+
+    def _replace_standbys(self) -> None:
+        """Those until now were forked before the last task was performed."""
+        while self._standbys:
+            standby = self._standbys.popleft()
+            standby.orders.close()  # it ends
+            if standby.child is not None:
+                self._dropped.append(standby.child)
+        self.refill()
 
     def _refused(self, reason: str) -> None:
         self._ordered = 0  # the next refill asks again, because a thread may have ended

@@ -208,7 +208,7 @@ def _survivors(run: "Run") -> str:
     if run.spec.profile.restart.survivors == "off":
         return ""
     problem = run.workers.stay_problem()
-    return f"no, {problem}" if problem else "yes"
+    return f"no, {problem}" if problem else "; ".join(filter(None, ["yes", run.rehearsals.text]))
 
 
 def _versions(run: "Run") -> tuple[VersionStatus, ...]:

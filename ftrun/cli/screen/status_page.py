@@ -193,7 +193,9 @@ def _snapshots(view: StatusView, width: int) -> list[StyledLine]:
     found = [StyledLine(line, "" if has.protected else "warn") for line in lines]
     if view.survivors:
         lines = _wrapped(f"survivors  {clean(view.survivors, 300)}", width, most=2)
-        found += [StyledLine(line, "" if view.survivors == "yes" else "warn") for line in lines]
+        found += [
+            StyledLine(line, "" if view.survivors.startswith("yes") else "warn") for line in lines
+        ]
     return found
 
 

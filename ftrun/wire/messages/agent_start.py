@@ -1,7 +1,12 @@
 """Start data that the stub passes to an agent: a new program, or a fork of the reserve.
 
-Runs in:  stub (writes), reserve and agent (read). Standard library only.
+Runs in:  stub (writes), reserve and agent (read). The agent writes `ZygoteSettings`, and the zygote
+          reads them. Standard library only.
 """
+
+import json
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 INCARNATION = "FTRUN_AGENT_INCARNATION"
 STUB_PID = "FTRUN_STUB_PID"
@@ -35,3 +40,25 @@ def encode_numbers(numbers: list[int]) -> str:
 
 def decode_numbers(text: str) -> list[int]:
     return [int(word) for word in text.split(",") if word]
+
+
+class ZygoteSettings(NamedTuple):
+    """What a zygote does before it forks ranks."""
+
+    folder: str  # searched first for modules, as by the script
+    preload: list[str]  # modules
+    prepare: list[str]  # functions, as MODULE:FUNCTION
+    argv: list[str]  # the script and its arguments, as the functions see them in sys.argv
+
+    @staticmethod
+    def of(folder: str, start: Mapping[str, Any], torchrun_argv: list[str]) -> "ZygoteSettings":
+        """`start`: the section of the profile."""
+        at = torchrun_argv.index("--") + 1 if "--" in torchrun_argv else len(torchrun_argv)
+        return ZygoteSettings(folder, start["preload"], start["prepare"], torchrun_argv[at:])
+
+    def encode(self) -> str:
+        return json.dumps(self)
+
+    @staticmethod
+    def decode(text: str) -> "ZygoteSettings":
+        return ZygoteSettings(*json.loads(text))

@@ -284,15 +284,6 @@ class Arena:
         return PAGE_BYTES + slot * self.shape.slot_bytes
 
 
-def copied_arena(fd: int) -> Arena:
-    """A private copy of an arena that another process writes; digests show what was torn."""
-    arena = Arena(fd, writable=False)
-    copied = mmap.mmap(-1, arena.shape.total_bytes)
-    copied[:] = arena.memory
-    arena.close()
-    return Arena(fd, writable=True, mapped=copied)
-
-
 def table_digest(table: memoryview) -> int:
     return xxhash.xxh3_64_intdigest(table)
 

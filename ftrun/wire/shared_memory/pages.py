@@ -105,6 +105,8 @@ class HeartbeatField(IntEnum):
     WAITED_AT_STEP_NS = 45  # WAITED_NS at the end of STEP, written before it
     POOL_WAIT_NS = 46  # for which the training waited in the last capture through a pool
     MAY_STAY = 47  # inside a guarded loop: the process can be parked if another rank fails
+    COMPILES = 48  # the first step has loaded torch's compiler
+    LOOP = 49  # the epoch, and the number of loops entered in it; a process goes back within one
 
 
 class CommandField(IntEnum):

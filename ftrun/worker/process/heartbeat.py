@@ -89,7 +89,8 @@ def install(*, started_with: dict[str, str], bound_with: dict[str, str] | None =
     graph_captures.observe(context.page, after_step)
     _time_init_group(context)
     _time_device(context.page)
-    early_restore.begin(context)
+    if not context.launch.rehearses:  # the rank that runs writes to the arena
+        early_restore.begin(context)
     if "fault" in context.launch.descriptors:
         from ftrun.worker.process import in_process_faults as inner_faults
 
@@ -110,6 +111,7 @@ def step_done(page: SharedPage, step: int) -> None:
     page.set(HeartbeatField.STEP_NS, now_ns)
     page.set(HeartbeatField.HEARTBEAT_NS, now_ns)
     if not page.get(HeartbeatField.FIRST_STEP_NS):
+        page.set(HeartbeatField.COMPILES, int("torch._inductor.compile_fx" in sys.modules))
         page.set(HeartbeatField.FIRST_STEP_NS, now_ns)
 
 

@@ -34,7 +34,7 @@ import socket
 import sys
 import traceback
 import types
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.machinery import ModuleSpec, SourceFileLoader
 from types import ModuleType, TracebackType
 from typing import Any, TextIO
@@ -70,13 +70,16 @@ _PYC_HEAD = 16
 _SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
 
-def run(orders: socket.socket) -> None:
-    request, fds, bound_with = _wait(orders)
+def run(orders: socket.socket, prepare: Callable[[], None]) -> None:
+    """`prepare` is called when the agent knows this process, so it may end it at any time."""
+    request, fds, bound_with = _wait(orders, prepare)
     become_worker(request, fds, bound_with)
     run_script(request.argv, is_module=request.is_module)
 
 
-def _wait(orders: socket.socket) -> tuple[LaunchRequest, list[int], dict[str, str] | None]:
+def _wait(
+    orders: socket.socket, prepare: Callable[[], None]
+) -> tuple[LaunchRequest, list[int], dict[str, str] | None]:
     """The request, its descriptors, and the variables with which a device was initialised."""
     os.setsid()
     offer_to_oom_killer()
@@ -89,6 +92,8 @@ def _wait(orders: socket.socket) -> tuple[LaunchRequest, list[int], dict[str, st
         data, fds = b"", list[int]()
         with contextlib.suppress(OSError):
             orders.send(answer)
+        prepare()
+        with contextlib.suppress(OSError):
             data, fds, _, _ = socket.recv_fds(orders, MAX_ORDER_BYTES, MAX_ORDER_FDS)
         if not data:
             os._exit(0)  # the agent has closed the socket; no user code has run

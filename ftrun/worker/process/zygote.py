@@ -1,7 +1,7 @@
 """The zygote: a process with torch imported, from which workers are forked.
 
-Runs in:  a process of its own: `python -u -m ftrun.worker.process.zygote FD AGENT_PID [MODULE
-          ...]`, or a fork of the agent that runs this program.
+Runs in:  a process of its own: `python -u -m ftrun.worker.process.zygote FD AGENT_PID SETTINGS`, or
+          a fork of the agent that runs this program.
 Takes in: fork orders from the agent on descriptor FD, a SOCK_SEQPACKET socket.
 Gives:    standbys: processes with torch imported that wait for a `LaunchRequest`. Each has its own
           socket, so a launch does not pass through the zygote.
@@ -33,7 +33,9 @@ import signal
 import socket
 import sys
 from collections.abc import Sequence
+from functools import partial
 
+from ftrun import clock
 from ftrun.linux import (
     die_with_parent,
     fork_orphan,
@@ -47,10 +49,16 @@ from ftrun.wire.messages.agent_start import (
     RESERVE_SOCKET,
     RETAINED_FDS,
     STUB_SOCKET,
+    ZygoteSettings,
     decode_order,
     encode_numbers,
 )
 from ftrun.worker.process import startup as standby
+from ftrun.worker.process.preparation import (
+    PreparationFailed,
+    import_compiler,
+    prepare_all,
+)
 
 PRELOAD = (
     "numpy",
@@ -122,13 +130,22 @@ def fork_standby(control: socket.socket, agent_pid: int) -> socket.socket | None
     return None
 
 
-def serve(control: socket.socket, agent_pid: int, *, unsafe_module: str) -> socket.socket | None:
-    """Fork on order until the agent closes the socket; a standby returns its order socket."""
+def serve(
+    control: socket.socket, agent_pid: int, settings: ZygoteSettings, *, unsafe_module: str
+) -> tuple[socket.socket, bool] | None:
+    """Fork on order until the agent closes the socket.
+
+    A standby returns its order socket, and whether it calls the functions of `start.prepare`.
+    """
     while True:
-        order = control.recv(1 << 16)
-        if not order:
+        data = control.recv(1 << 16)
+        if not data:
             return None
-        for _ in range(json.loads(order)["count"]):
+        order = json.loads(data)
+        if task := order.get("successor", ""):
+            control = fork_successor(control, agent_pid, settings, task) or control
+            continue
+        for _ in range(order["count"]):
             reason = unfit_to_fork()
             if reason:
                 cause = f"--preload {unsafe_module}: " if unsafe_module else ""
@@ -136,7 +153,53 @@ def serve(control: socket.socket, agent_pid: int, *, unsafe_module: str) -> sock
                 break
             orders = fork_standby(control, agent_pid)
             if orders is not None:
-                return orders
+                return orders, order["prepare"]
+
+
+def fork_successor(
+    control: socket.socket, agent_pid: int, settings: ZygoteSettings, task: str
+) -> socket.socket | None:
+    """Fork a process that prepares more than this zygote has done; None in this zygote.
+
+    If that process can be forked afterwards, it returns the control socket with which it takes the
+    place of this zygote. Otherwise it ends.
+
+    Args:
+        task: `call`: the functions of `start.prepare`; `compiler`: import it.
+    """
+    if (unfit := unfit_to_fork()) or not fork_orphan():
+        if unfit:
+            control.send(json.dumps({"prepared": {"failure": unfit}}).encode())
+        return None
+    die_with_parent(agent_pid)
+    name_process("ftrun-standby")
+    control.send(json.dumps({"preparing": os.getpid()}).encode())
+    begun_s = clock.now_s()
+    reason = failure = ""
+    try:
+        reason = prepare_all(settings) if task == "call" else import_compiler()
+    except (PreparationFailed, ImportError) as error:
+        failure = str(error)
+    seconds = round(clock.now_s() - begun_s, 3)
+    answer = {"prepared": {"seconds": seconds, "reason": reason, "failure": failure}}
+    if reason or failure:
+        control.send(json.dumps(answer).encode())
+        os._exit(0)
+    gc.collect()
+    gc.freeze()
+    for_agent, mine = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    socket.send_fds(control, [json.dumps(answer).encode()], [for_agent.fileno()])
+    for_agent.close()
+    control.close()
+    name_process("ftrun-zygote")
+    return mine
+
+
+def _prepare_in_standby(settings: ZygoteSettings) -> None:
+    try:
+        prepare_all(settings)
+    except PreparationFailed as error:
+        sys.stderr.write(f"ftrun: {error}, in a standby. Its rank calls it itself\n")
 
 
 def _freeze() -> None:
@@ -169,16 +232,19 @@ def main() -> None:
     reserve_fd = int(variables.pop(RESERVE_SOCKET, "-1"))
     if reserve_fd >= 0 and begin_reserve(reserve_fd, control, variables):
         return  # this process is an agent that was forked later, or its rank, and has ended
-    failed, unsafe_module = preload_for_user(sys.argv[4:], sys.argv[3])
+    settings = ZygoteSettings.decode(sys.argv[3])
+    failed, unsafe_module = preload_for_user(settings.preload, settings.folder)
     gc.collect()
     _freeze()
     control.send(json.dumps({"ready": True, "failed": failed}).encode())
-    orders = serve(control, agent_pid, unsafe_module=unsafe_module)
-    if orders is None:
+    found = serve(control, agent_pid, settings, unsafe_module=unsafe_module)
+    if found is None:
         os._exit(0)
+    orders, prepares = found
+    prepare = partial(_prepare_in_standby, settings) if prepares else lambda: None
     # Returns after the user's script, into a normal interpreter exit, so that atexit handlers and
     # non-daemon threads of the script run.
-    standby.run(orders)
+    standby.run(orders, prepare)
 
 
 # --- the reserve --------------------------------------------------------------------------------

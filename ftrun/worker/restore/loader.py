@@ -15,12 +15,12 @@ from typing import Any, Protocol
 import torch
 
 from ftrun import clock
-from ftrun.errors import LayoutUnknown, ShapeChanged, SnapshotCorrupt
+from ftrun.errors import ShapeChanged, SnapshotCorrupt, SnapshotError
 from ftrun.ids import Version
 from ftrun.snapshot.boxes import Shape
 from ftrun.snapshot.layout import LayoutEntry
 from ftrun.wire.crash_points import crash_point
-from ftrun.wire.shared_memory.arena import NUM_SLOTS, Arena, SlotState, copied_arena
+from ftrun.wire.shared_memory.arena import Arena
 from ftrun.wire.shared_memory.pages import HeartbeatField, SharedPage
 from ftrun.worker.capture.device_copies import synchronize
 from ftrun.worker.context import WorkerContext
@@ -36,8 +36,6 @@ from ftrun.worker.state.structure import add_groups, make_fit
 from ftrun.worker.state.tensors import DTYPES, byte_view, copyable, is_expanded
 
 _NOTHING = "nothing"
-_MAX_COPIES = 5
-
 Named = Mapping[str, Any]
 
 
@@ -143,36 +141,13 @@ def arena_with(wanted: Version, context: WorkerContext, link: WorkerSmpClient) -
         if arena.find(wanted) is not None:
             return arena
         arena.close()
+    if context.launch.rehearses:
+        raise SnapshotError(f"{wanted} is not in the memory of rank {context.rank} any more")
     return Arena(link.await_restored(wanted), writable=True)
-
-
-def copied_version(context: WorkerContext) -> LocalState:
-    """The newest version in the arena of a running rank, which overwrites its slots, as a copy.
-
-    Raises LayoutUnknown if there is none, or if the rank is faster than the copy.
-    """
-    assert context.arena_fd is not None
-    problem: Exception = LayoutUnknown("the running rank has no snapshot")
-    for _ in range(_MAX_COPIES):
-        arena = copied_arena(context.arena_fd)
-        headers = [arena.header(slot) for slot in range(NUM_SLOTS)]
-        found = [one.version for one in headers if one.state is SlotState.SEALED]
-        try:
-            if found:
-                saved = LocalState(arena, max(found), context)
-                saved.check_all()
-                return saved
-        except (SnapshotCorrupt, LayoutUnknown) as error:
-            problem = error
-        finally:
-            context.page.set(HeartbeatField.CORRUPT_SLOT, 0)  # the running rank's slot is whole
-    raise LayoutUnknown(f"no version of the running rank can be copied: {problem}")
 
 
 def saved_part(context: WorkerContext, name: str) -> Any:
     """A part of the plain values of the version to restore, before `attach`."""
-    if context.launch.rehearses:
-        return copied_version(context).part(name)
     assert context.restore is not None
     link = WorkerSmpClient(context)
     try:

@@ -62,6 +62,9 @@ class Stay(Protocol):
     @property
     def is_rehearsal(self) -> bool: ...
 
+    def show_loop(self, epoch: int, number: int) -> None:
+        """A loop is entered; `number`: of the loops in this epoch."""
+
     def begin_turn(self) -> None:
         """The loop hands out a turn."""
 

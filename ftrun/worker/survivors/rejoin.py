@@ -42,6 +42,7 @@ from ftrun.worker.restore.loader import saved_part
 from ftrun.worker.survivors.groups import ProcessGroups
 from ftrun.worker.survivors.guard import CONFIRM_S, is_of_broken_connection
 from ftrun.worker.survivors.line import AgentLine
+from ftrun.worker.survivors.rehearsal import read_newest
 from ftrun.worker.survivors.reset import reducing_alone
 from ftrun.worker.survivors.set_up import SetUp
 
@@ -54,7 +55,7 @@ _READY_S = 24 * 3600.0
 _CONNECT_S = 600.0
 _OF_PROCESS = (
     HeartbeatField.PID, HeartbeatField.ATTACHED, HeartbeatField.HAS_SERVER, HeartbeatField.CAPTURES,
-    HeartbeatField.TIMED, HeartbeatField.DEVICE_NS,
+    HeartbeatField.TIMED, HeartbeatField.DEVICE_NS, HeartbeatField.LOOP,
 )  # fmt: skip
 """Fields that a process has on each of its pages."""
 
@@ -74,8 +75,8 @@ class StayingProcess:
         launch = context.launch
         self.groups = ProcessGroups()
         is_alone = launch.joins or launch.rehearses
-        load = partial(saved_part, context, SET_UP) if is_alone else None
-        self.set_up = SetUp(self.groups, load, context.generation)
+        load = partial(read_newest, context, partial(saved_part, context, SET_UP))
+        self.set_up = SetUp(self.groups, load if is_alone else None, context.generation)
         self.line = AgentLine(launch.descriptors["line"], context.page, self.groups.abort)
         self._context = context
         self._variables = dict(os.environ)
@@ -184,6 +185,9 @@ class Survivor:
         self._first_step = step if is_restored else step + 1
         self._last_step = last_step
         self._is_guarded, self._judged_with = True, -1
+
+    def show_loop(self, epoch: int, number: int) -> None:
+        self._context.page.set(HeartbeatField.LOOP, epoch << 20 | number)
 
     def leave_early(self) -> None:
         """The script leaves its loop by `break`. Never returns if the generation is over."""

@@ -15,6 +15,7 @@ from ftrun.agent.launch.zygote_client import ZygoteClient
 from ftrun.ids import Generation, Rank
 from ftrun.journal import Journal
 from ftrun.linux import become_subreaper
+from ftrun.wire.messages.agent_start import ZygoteSettings
 from ftrun.wire.messages.worker import LaunchRequest
 from ftrun.wire.shared_memory.pages import create_command_page, create_page, create_stack_file
 
@@ -98,7 +99,7 @@ def main() -> None:
     become_subreaper()
     (folder / "small.py").write_text(SMALL)
     preload = ["fake_device.preloaded", *(["small"] if scenario == "no room" else [])]
-    client = ZygoteClient(preload=preload, folder=str(folder), journal=Journal(folder))
+    client = ZygoteClient(ZygoteSettings(str(folder), preload, [], []), Journal(folder))
     client.start()
     client.want(1)
     journal = folder / "journal.jsonl"
