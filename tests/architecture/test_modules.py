@@ -18,7 +18,7 @@ BUDGETS = {
     "agent": 15_250, "cli": 4_450, "config": 850, "erasure": 1_200, "integrations": 1_500,
     "membership": 5_050, "monitor": 4_650, "network": 3_250, "records": 750, "recovery": 3_900,
     "sharding": 3_600, "smp": 13_700, "snapshot": 2_250, "tools": 13_750, "wire": 5_800,
-    "worker": 14_350, "ftrun": 1_700,
+    "worker": 14_400, "ftrun": 1_700,
 }  # fmt: skip
 """Lines of each folder and its subfolders; `ftrun`: of the modules that are in no folder. A commit
 that adds a feature raises the budget of its folder, and its message says what for."""
