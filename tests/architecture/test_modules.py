@@ -15,7 +15,7 @@ MODULES = sorted(PACKAGE.rglob("*.py"))
 MAX_MODULE_LINES = 500
 MAX_FOLDER_MODULES = 12
 BUDGETS = {
-    "agent": 15_250, "cli": 4_450, "config": 850, "erasure": 1_200, "integrations": 1_500,
+    "agent": 15_350, "cli": 4_450, "config": 850, "erasure": 1_200, "integrations": 1_500,
     "membership": 5_050, "monitor": 4_650, "network": 3_250, "records": 750, "recovery": 3_900,
     "sharding": 3_600, "smp": 13_700, "snapshot": 2_250, "tools": 13_750, "wire": 5_800,
     "worker": 14_400, "ftrun": 1_700,

@@ -64,7 +64,7 @@ def order(process: "subprocess.Popen[str]", text: str) -> None:
 def watched(child: ChildProcess) -> int:
     child.watch_thread()
     if len(child.descriptors) < 2:
-        pytest.skip("this kernel reports no ends of threads (Linux 6.9)")
+        pytest.skip("needs Linux 6.9: a pidfd of a thread")
     assert not child.is_ending()
     return child.descriptors[1]
 

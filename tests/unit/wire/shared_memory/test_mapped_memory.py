@@ -78,7 +78,7 @@ def test_an_arena_is_allocated_in_huge_pages_that_contain_zeros(fd: int) -> None
     probe = MappedMemory(fd, HUGE_BYTES)
     os.posix_fallocate(fd, 0, 1)
     if not probe.advise(25):  # MADV_COLLAPSE
-        pytest.skip("this kernel has no huge pages for shared memory now")
+        pytest.skip("needs huge pages for shared memory")
     done: list[int] = []
     arena = create_memfd(ArenaShape(0, 1, 2 * HUGE_BYTES, 8, 1), done.append)
     try:
