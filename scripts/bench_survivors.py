@@ -5,14 +5,17 @@
 
 Three jobs with two ranks: a small model, the same with seconds of computation as set-up, and the
 same compiled. Each runs under `ftrun --survivors on` with rehearsed standbys, under ftrun with full
-restarts, and under torchrun, one after another. In each, ranks get a SIGKILL in turns, while the
-standbys are ready. The time runs from just before the kill until each rank has completed a step of
-the next generation. The parameters of every step are compared with those of an undisturbed run.
-torchrun runs in its best case, as in bench_recovery.py.
+restarts, under torchrun, and under torchft if it is installed, one after another. In each, ranks
+get a SIGKILL in turns, while the standbys are ready. The time runs from just before the kill until
+each rank has completed a step of the next generation. The parameters of every step are compared
+with those of an undisturbed run. torchrun runs in its best case, as in bench_recovery.py. With
+torchft each rank is a replica group; the other one continues without it, so the sums change, and
+its steps are not compared.
 """
 
 import argparse
 import contextlib
+import importlib.util
 import os
 import signal
 import statistics
@@ -33,8 +36,9 @@ PACE_S = 0.02
 
 FOREVER = 1 << 40
 JOBS = ("small", "setup", "compiled")
-CONTENDERS = ("survivors", "full", "torchrun")
-PREFIXES = {"survivors": "", "full": "full_", "torchrun": "torchrun_"}
+PREFIXES = {"survivors": "", "full": "full_", "torchrun": "torchrun_", "torchft": "torchft_"}
+HAS_TORCHFT = importlib.util.find_spec("torchft") is not None
+CONTENDERS = [name for name in PREFIXES if name != "torchft" or HAS_TORCHFT]
 READY = "rehearsed ranks: " + ", ".join(map(str, range(RANKS)))
 WORKER = Path(__file__).with_name("bench_survivors_worker.py")
 
@@ -158,6 +162,9 @@ def main() -> int:
             lines = {}
             for contender in args.contenders:
                 measured[contender, job], lines[contender] = measure(folder, contender, job, args)
+            lines.pop("torchft", None)
+            if not lines:
+                continue
             last = max(x["step"] for all_ in lines.values() for one in all_ for x in one)
             expected = reference(folder, job, last + 1, args)
             for contender, found in lines.items():
@@ -186,25 +193,46 @@ def started(
     """A run with pauses that never ends, or one without them of a number of steps."""
     folder.mkdir()
     run_id = f"bench-survivors-{os.getpid()}-{contender}-{job}"
-    guarded = int(contender == "survivors")
-    script = [WORKER, "--folder", folder, "--job", job, "--setup-s", args.setup_s]
     pace_s = PACE_S if until == FOREVER else 0.0
-    script += ["--pace-s", pace_s, "--until", until, "--guarded", guarded]
-    flags: list[object] = ["--nproc-per-node", RANKS]
-    variables = {
-        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
-        "TORCHINDUCTOR_CACHE_DIR": str(folder.parent / "compiled"),
-    }
-    if contender == "torchrun":
+    script = [WORKER, "--folder", folder, "--job", job, "--setup-s", args.setup_s]
+    script += ["--pace-s", pace_s, "--until", until, "--launcher", contender]
+    variables = {"TORCHINDUCTOR_CACHE_DIR": str(folder.parent / "compiled")}
+    if contender != "torchft":  # its manager needs the store of torchrun's agent
+        variables["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+    flags: list[object] = ["--nproc-per-node", 1 if contender == "torchft" else RANKS]
+    if contender in ("torchrun", "torchft"):
         variables["TMPDIR"] = str(folder)  # torchrun leaves a folder of logs there
         flags += ["--monitor-interval", 0.02, "--max-restarts", 1_000_000]
         command = bench.torchrun_command(*flags, *script)
     else:
         flags += ["--run-id", run_id, "--snapshot-every", 1]
-        flags += ["--survivors", "on", "--rehearse", "all"] if guarded else []
+        flags += ["--survivors", "on", "--rehearse", "all"] if contender == "survivors" else []
         command = bench.ftrun_command(*flags, *script)
-    with bench.launched(contender, command, folder, args.deadline, **variables) as launcher:
-        yield Run(folder, RANKS, contender, run_id, launcher)
+    with contextlib.ExitStack() as stack:
+        groups = [variables]
+        if contender == "torchft":
+            lighthouse = stack.enter_context(torchft_lighthouse())
+            shared = {**variables, "TORCHFT_LIGHTHOUSE": lighthouse}
+            groups = [{**shared, "REPLICA_GROUP_ID": str(rank)} for rank in range(RANKS)]
+        launchers = [
+            stack.enter_context(
+                bench.launched(f"{contender}{at}", command, folder, args.deadline, **of_group)
+            )
+            for at, of_group in enumerate(groups)
+        ]
+        yield Run(folder, RANKS, contender, run_id, launchers[0])
+
+
+@contextlib.contextmanager
+def torchft_lighthouse() -> Iterator[str]:
+    """The address of a lighthouse with its own limit of 5 s without a heartbeat."""
+    from torchft.coordination import LighthouseServer
+
+    server = LighthouseServer(bind="[::]:0", min_replicas=1, join_timeout_ms=100, quorum_tick_ms=10)
+    try:
+        yield server.address()
+    finally:
+        server.shutdown()
 
 
 def reference(
@@ -236,7 +264,7 @@ def report(
         ["job", "launcher", "all ranks", "killed rank", "pause of the other", "min", "max"],
         rows,
     )
-    is_equal = not any(wrong.values())
+    is_equal = bool(wrong) and not any(wrong.values())
     for name, steps in wrong.items():
         if steps:
             print(f"\n  {name}: {len(steps)} steps differ, the first is {steps[0]}")
