@@ -34,7 +34,7 @@ _SESSIONS = "rank-sessions"  # file: boot and pid namespace, then pid and start 
 _TERM_S = 3.0
 _KILL_S = 3.0
 _POLL_S = 0.005
-_STATE, _PARENT, _SESSION, _START = 0, 1, 3, 19
+_STATE, _PARENT, _SESSION, _START, _EXIT_CODE = 0, 1, 3, 19, 49
 
 
 def mark_of(folder: Path) -> str:
@@ -94,6 +94,18 @@ def descendants(roots: Collection[int]) -> list[int]:
         found += beneath
         left += beneath
     return found
+
+
+def fatal_status_of(pid: int) -> int | None:
+    """Exit code or negative signal number of a process that the kernel is ending.
+
+    None: it is not being ended, it ends with 0, or it is not readable. A stopped process shows the
+    signal of the stop at this place.
+    """
+    stat = _stat(pid)
+    if stat[_STATE] in ("", "T", "t") or not stat[_EXIT_CODE].isdigit():
+        return None
+    return os.waitstatus_to_exitcode(int(stat[_EXIT_CODE])) or None
 
 
 def note_sessions(folder: Path, leaders: Iterable[int]) -> None:

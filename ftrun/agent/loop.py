@@ -203,9 +203,8 @@ class RunLoop:
     def _wait(self) -> None:
         run = self._run
         poller = select.poll()
-        children = [handle.child for handle in run.workers.alive()]
-        running = [child.pidfd for child in children if child.status is None]
-        for fd in (run.signals.fileno(), *running, *run.maintenance.descriptors):
+        ranks = run.workers.descriptors
+        for fd in (run.signals.fileno(), *ranks, *run.maintenance.descriptors):
             poller.register(fd, select.POLLIN)
         eager = run.workers.awaits_boundary or run.maintenance.smp_is_starting
         eager |= self._faults is not None and self._faults.is_eager

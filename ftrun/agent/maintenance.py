@@ -73,6 +73,7 @@ class Maintenance:
         run = self._run
         monitor = run.spec.profile.monitor
         run.workers.kill_long_stopped(now_s, monitor.frozen_kill_after_s)
+        run.workers.watch_ends()
         run.generations.measure()
         run.generations.keep_arenas()
         run.generations.repeats.poll()

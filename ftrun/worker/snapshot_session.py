@@ -108,20 +108,20 @@ class SnapshotSession:
     def _open_own(self, wanted: Version) -> SavedState:
         """Open this rank's shard, or the shards of all ranks if they had another layout."""
         ahead = early_restore.take(wanted)
+        right, copied = frozenset[int](), dict[str, torch.Tensor]()
         if ahead is None:
             self._inherited = arena_with(wanted, self._context, self._link)
-            saved = LocalState(self._inherited, wanted, self._context)
         else:
             self._inherited = ahead.arena
             # The early restore thread may still add to these sets, so copy what is complete now.
             right, copied = frozenset(ahead.right), dict(ahead.copied)
-            saved = LocalState(self._inherited, wanted, self._context, right, copied)
+        saved = LocalState(self._inherited, wanted, self._context, right, copied)
         if saved.members:
             self._members = saved.members
             # Imported here, because the readers of several shards are needed in few runs.
             from ftrun.worker.replicas.shared_state import SharedState
 
-            saved = SharedState(self._inherited, wanted, self._context, self._link)
+            saved = SharedState(self._inherited, wanted, self._context, self._link, right)
         if self._is_of_this_layout(saved):
             return saved
         self._inherited, self._members = None, ()

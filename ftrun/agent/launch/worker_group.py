@@ -265,7 +265,19 @@ class WorkerGroup:
         return [slot for _, slot in sorted(self.starter.slots.items())]
 
     def alive(self) -> list[WorkerHandle]:
-        return [handle for handle in self.handles if handle.child.status is None]
+        children = [(handle, handle.child) for handle in self.handles]
+        return [one for one, child in children if child.status is child.ends_with is None]
+
+    @property
+    def descriptors(self) -> list[int]:
+        """Readable when a rank ends."""
+        return [fd for handle in self.handles for fd in handle.child.descriptors]
+
+    def watch_ends(self) -> None:
+        """Have the failures of ranks reported early, from the first step of each rank on."""
+        for handle in self.handles:
+            if handle.slot.page.get(HeartbeatField.FIRST_STEP_NS):
+                handle.child.watch_thread()
 
     @property
     def parked(self) -> list[WorkerHandle]:
@@ -275,7 +287,8 @@ class WorkerGroup:
         return [handle.pid for handle in self.handles]
 
     def ended(self) -> list[WorkerHandle]:
-        found = [h for h in self.handles if not h.exit_seen and h.child.reap()]
+        over = [h for h in self.handles if h.child.reap() or h.child.is_ending()]
+        found = [handle for handle in over if not handle.exit_seen]
         for handle in found:
             handle.exit_seen = True
         return found

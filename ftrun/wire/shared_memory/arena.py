@@ -18,13 +18,12 @@ Rule 2: A header is valid as a whole or not at all, because it ends in a digest 
 Rule 3: Only the worker writes images. Other processes void slots only after the worker is dead.
 """
 
-import ctypes
 import errno
-import mmap
 import os
 import struct
 import tempfile
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass, replace
 from enum import IntEnum
 
@@ -33,6 +32,12 @@ import xxhash
 from ftrun.errors import LayoutUnknown, SnapshotCorrupt
 from ftrun.ids import Version, version
 from ftrun.snapshot.layout import PAGE_BYTES, Layout, parse_header
+from ftrun.wire.shared_memory.mapped_memory import (
+    MADV_POPULATE_READ,
+    MADV_POPULATE_WRITE,
+    HugePageAllocator,
+    MappedMemory,
+)
 
 NUM_SLOTS = 2
 NO_LAYOUT = 0
@@ -43,8 +48,6 @@ _SLOT_HEADER = struct.Struct("<QQqqQQQQ")
 _CHECK = struct.Struct("<Q")
 _ALLOCATED_BYTES = 1 << 24  # for each call; less: a more exact report of what is missing
 _MAPPED_BYTES = 1 << 26
-_MADV_POPULATE_READ = 22
-_MADV_POPULATE_WRITE = 23
 
 
 class SlotState(IntEnum):
@@ -117,11 +120,12 @@ def create_memfd(shape: ArenaShape, allocated: Callable[[int], object] | None = 
     fd = os.memfd_create(f"ftrun-rank-{shape.rank}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.ftruncate(fd, shape.total_bytes)  # a size over a limit fails before allocation
-        for at in range(0, shape.total_bytes, _ALLOCATED_BYTES):
-            num_bytes = min(_ALLOCATED_BYTES, shape.total_bytes - at)
-            os.posix_fallocate(fd, at, num_bytes)
-            if allocated is not None:
-                allocated(at + num_bytes)
+        with closing(HugePageAllocator(fd, shape.total_bytes)) as allocator:
+            for at in range(0, shape.total_bytes, _ALLOCATED_BYTES):
+                num_bytes = min(_ALLOCATED_BYTES, shape.total_bytes - at)
+                allocator.allocate(at, num_bytes)
+                if allocated is not None:
+                    allocated(at + num_bytes)
         if shape.layout_id != NO_LAYOUT:
             divide(fd, shape)
     except BaseException:
@@ -198,23 +202,16 @@ def void_slots(fd: int, chosen: Callable[[Version], bool]) -> int:
     return voided
 
 
-def map_all(fd: int) -> mmap.mmap:
+def map_all(fd: int) -> MappedMemory:
     """Map every page of an arena for writing, or of memory for one.
 
-    A first touch in a step costs eight times a warm copy (2026-11). The kernel maps a part at a
-    time, because other threads that map memory or fork wait for it.
+    A first touch of a small page in a step costs eight times a warm copy (2026-11). The kernel maps
+    a part at a time, because other threads that map memory or fork wait for it.
     """
-    mapped = mmap.mmap(fd, 0, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
+    mapped = MappedMemory(fd, os.fstat(fd).st_size)
     for at in range(0, len(mapped), _MAPPED_BYTES):
-        num_bytes = min(_MAPPED_BYTES, len(mapped) - at)
-        _advise(mapped, at, num_bytes, _MADV_POPULATE_WRITE)
+        mapped.advise(MADV_POPULATE_WRITE, at, min(_MAPPED_BYTES, len(mapped) - at))
     return mapped
-
-
-def _advise(mapped: mmap.mmap, at: int, num_bytes: int, advice: int) -> None:
-    """Through ctypes, which releases the interpreter lock; mmap.madvise holds it."""
-    address = ctypes.addressof(ctypes.c_char.from_buffer(mapped)) + at
-    ctypes.CDLL(None).madvise(ctypes.c_void_p(address), ctypes.c_size_t(num_bytes), advice)
 
 
 class Arena:
@@ -224,22 +221,21 @@ class Arena:
         mapped: a writable mapping of the same memory, which may be longer than the arena.
     """
 
-    def __init__(self, fd: int, *, writable: bool, mapped: mmap.mmap | None = None) -> None:
+    def __init__(self, fd: int, *, writable: bool, mapped: MappedMemory | None = None) -> None:
         self.shape = read_shape(fd)
         if mapped is None:
-            access = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
-            mapped = mmap.mmap(fd, self.shape.total_bytes, mmap.MAP_SHARED, access)
-        self._map = mapped
-        self.memory = memoryview(self._map)
+            mapped = MappedMemory(fd, self.shape.total_bytes, writable=writable)
+        self._mapped = mapped
+        self.memory = mapped.memory
 
     def populate(self) -> None:
         """Map every page now, as `map_all`."""
-        _advise(self._map, 0, len(self.memory), _MADV_POPULATE_WRITE)
+        self._mapped.advise(MADV_POPULATE_WRITE)
 
     def map_slot(self, slot: int) -> None:
-        """Map a slot's pages for reading, ahead of a restore; the mapping must be writable."""
+        """Map a slot's pages for reading, ahead of a restore."""
         at, num_bytes = self._slot_offset(slot), self.shape.slot_bytes
-        _advise(self._map, at, num_bytes, _MADV_POPULATE_READ)
+        self._mapped.advise(MADV_POPULATE_READ, at, num_bytes)
 
     def header(self, slot: int) -> SlotHeader:
         at = self._slot_offset(slot)
@@ -274,11 +270,7 @@ class Arena:
 
     def close(self) -> None:
         """Views that still exist keep the mapping alive."""
-        try:
-            self.memory.release()
-            self._map.close()
-        except BufferError:
-            pass
+        self._mapped.close()
 
     def _slot_offset(self, slot: int) -> int:
         return PAGE_BYTES + slot * self.shape.slot_bytes

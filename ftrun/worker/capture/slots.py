@@ -42,6 +42,7 @@ from ftrun.wire.shared_memory.arena import (
     map_all,
     table_digest,
 )
+from ftrun.wire.shared_memory.mapped_memory import MappedMemory
 from ftrun.wire.shared_memory.pages import HeartbeatField
 from ftrun.worker.capture.copying import SlotCopy, SlotViews
 from ftrun.worker.capture.device_copies import slow_reason
@@ -146,7 +147,7 @@ class SlotProvider:
         self._is_size_known = False
         self._num_arenas = 0
         self._preparing: threading.Thread | None = None
-        self._prepared: tuple[int, mmap.mmap] | None = None
+        self._prepared: tuple[int, MappedMemory] | None = None
         """Memory for the first arena: its inode, and a mapping of every page."""
         self.commit_wait = CommitWait(context.commands, context.generation, context.restore)
 
@@ -176,7 +177,7 @@ class SlotProvider:
                 try:
                     mapped = map_all(fd)
                     # Else a DataLoader worker would keep memory that proves too small.
-                    mapped.madvise(mmap.MADV_DONTFORK)
+                    mapped.advise(mmap.MADV_DONTFORK)
                     self._prepared = os.fstat(fd).st_ino, mapped
                 finally:
                     os.close(fd)
@@ -387,7 +388,7 @@ class SlotProvider:
             fd = self._request(layout, layout_id, frozen_bytes)
         try:
             if prepared is not None and os.fstat(fd).st_ino == inode:
-                prepared.madvise(mmap.MADV_DOFORK)
+                prepared.advise(mmap.MADV_DOFORK)
             else:
                 prepared = map_all(fd)
             arena = Arena(fd, writable=True, mapped=prepared)
@@ -396,7 +397,7 @@ class SlotProvider:
         crash_point("worker.capture.arena_mapped")
         return arena
 
-    def _take_prepared(self, layout: Layout) -> tuple[int, mmap.mmap | None]:
+    def _take_prepared(self, layout: Layout) -> tuple[int, MappedMemory | None]:
         """The prepared memory, if it is large enough; else it is released."""
         if self._preparing is not None:
             self._preparing.join()

@@ -39,6 +39,7 @@ READ_AT_IMPORT = (
     "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "TORCH_BLAS_PREFER_CUBLASLT",
     "TORCH_BLAS_PREFER_HIPBLASLT", "TORCH_LINALG_PREFER_CUSOLVER",
     "TORCH_LINALG_PREFER_HIPSOLVER", "TORCH_ROCM_FA_PREFER_CK",
+    "THP_MEM_ALLOC_ENABLE",
 )  # fmt: skip
 """Variables that torch and its libraries read only during their import."""
 

@@ -96,7 +96,7 @@ def start_server(context: WorkerContext) -> None:
         return  # this torch is built without it
     with suppress(OSError):
         os.unlink(path)
-    with suppress(RuntimeError, OSError), _quiet_stderr(), short_socket_path(Path(path)) as short:
+    with suppress(RuntimeError, OSError), quiet_stderr(), short_socket_path(Path(path)) as short:
         _server = _WorkerServer(short)
         # Never destroyed: at exit, a forked child would wait for the server thread, which a fork
         # does not have.
@@ -168,8 +168,8 @@ def calls_so_far() -> int:
         return 0
 
 
-class _quiet_stderr:  # noqa: N801 - used as a function
-    """Discards stderr, because the C++ constructor of the server logs its address there."""
+class quiet_stderr:  # noqa: N801 - used as a function
+    """Discards stderr, because C++ code of torch logs there."""
 
     def __enter__(self) -> None:
         self._kept = os.dup(2)

@@ -76,6 +76,8 @@ PRELOAD = (
     "ftrun.worker.process.graph_captures",
     "ftrun.worker.session",
     "ftrun.worker.snapshot_session",
+    "ftrun.worker.capture.explicit_save",
+    "ftrun.worker.replicas.shared_state",
     "ftrun.worker.reshard.engine",
 )
 """Modules that a first DDP step and a restore import. Without torch._dynamo, the DDP constructor

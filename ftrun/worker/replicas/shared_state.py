@@ -14,7 +14,7 @@ Rule 2: if the shards do not belong to one state, this rank's slot is reported l
 """
 
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 import torch
@@ -37,23 +37,31 @@ from ftrun.worker.state.tensors import DTYPES, uninitialized
 class SharedState(LocalState):
     """One version of a rank that shares its replicas with the ranks in `members`.
 
+    `right`: pieces of this rank's own shard that were compared with their digests.
+
     Raises TensorIncomplete or RanksDiffer if the shares do not belong to one state.
     """
 
     def __init__(
-        self, arena: Arena, wanted: Version, context: WorkerContext, link: WorkerSmpClient
+        self,
+        arena: Arena,
+        wanted: Version,
+        context: WorkerContext,
+        link: WorkerSmpClient,
+        right: Collection[int] = (),
     ) -> None:
-        super().__init__(arena, wanted, context)
+        super().__init__(arena, wanted, context, right)
         shares = [entry for entry in self._entries.values() if entry.part is not None]
         for entry in shares:
             if not entry.is_small:  # a piece of a small entry holds other entries too
                 self._unchecked.difference_update(self._layout.pieces_of(entry))
             # The offset of the whole entry has no meaning.
             self._entries[entry.name] = replace(entry, shape=entry.whole_shape, part=None)
-        source = _shards_of(self.members, wanted, context, link)
+        source, is_own_arena = _shards_of(self.members, wanted, context, link)
         try:
             with reporting_corruption(context):
-                self._shards = CheckedShards(source, str(wanted))
+                compared = {(context.rank, index) for index in right if is_own_arena}
+                self._shards = CheckedShards(source, str(wanted), compared)
                 index = SourceIndex(self._shards.headers, prefer=context.rank)
                 self._shared = {entry.name: _tensor(index, entry.name) for entry in shares}
                 boxes = {name: whole(one.shape) for name, one in self._shared.items()}
@@ -96,7 +104,8 @@ def _tensor(index: SourceIndex, name: str) -> WholeTensor:
 
 def _shards_of(
     members: Sequence[Rank], wanted: Version, context: WorkerContext, link: WorkerSmpClient
-) -> ShardSource:
+) -> tuple[ShardSource, bool]:
+    """The shards of all members, and whether this rank's is in the arena that it has opened."""
     fds = link.open_images(wanted, context.world_size)
     for rank in fds.keys() - set(members):
         os.close(fds.pop(rank))
@@ -104,4 +113,6 @@ def _shards_of(
         for fd in fds.values():
             os.close(fd)
         raise LayoutUnknown(f"the shard of rank {context.rank} is not on this node")
-    return open_shards(fds, members, wanted, link)
+    own = context.arena_fd
+    is_own_arena = own is not None and os.path.sameopenfile(own, fds[context.rank])
+    return open_shards(fds, members, wanted, link), is_own_arena

@@ -48,6 +48,7 @@ from ftrun.snapshot.layout import ITEM_BYTES, PAGE_BYTES, PLAIN_NAME, Layout, La
 from ftrun.snapshot.plain_values import TensorRef
 from ftrun.snapshot.replica_shares import members_of
 from ftrun.wire.shared_memory.arena import Arena, open_slot
+from ftrun.wire.shared_memory.mapped_memory import HUGE_BYTES
 from ftrun.worker.capture.copying import digest_of
 from ftrun.worker.context import WorkerContext
 from ftrun.worker.reshard.source import LocalShards
@@ -212,7 +213,10 @@ def _work(context: WorkerContext, ahead: EarlyRestore | None) -> None:
 
 
 class PrefaultedMemory:
-    """A range of anonymous memory, prefaulted and handed out from its beginning."""
+    """A range of anonymous memory, prefaulted and handed out from its beginning.
+
+    The kernel clears and maps huge pages six times as fast as small ones, where it has them.
+    """
 
     def __init__(self, num_bytes: int) -> None:
         self._end = _pages(num_bytes)
@@ -222,10 +226,15 @@ class PrefaultedMemory:
         """Held while the kernel populates pages, which must not be unmapped at that time."""
         self._is_over = threading.Event()
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-        address = _libc.mmap(None, self._end, mmap.PROT_READ | mmap.PROT_WRITE, flags, -1, 0)
+        size = self._end + HUGE_BYTES
+        address = _libc.mmap(None, size, mmap.PROT_READ | mmap.PROT_WRITE, flags, -1, 0)
         if address is None or address == ctypes.c_void_p(-1).value:
-            raise OSError(ctypes.get_errno(), f"no {self._end:,} bytes of addresses")
-        self._address: int = address
+            raise OSError(ctypes.get_errno(), f"no {size:,} bytes of addresses")
+        before = -address % HUGE_BYTES
+        self._address: int = address + before
+        _libc.munmap(address, before)
+        _libc.munmap(self._address + self._end, HUGE_BYTES - before)
+        _libc.madvise(self._address, self._end, mmap.MADV_HUGEPAGE)
 
     def touch(self) -> bool:
         """Populate all pages; return whether all exist.

@@ -224,6 +224,18 @@ def test_a_part_of_a_large_tensor_is_read_by_the_pieces_under_it(give: Give) -> 
     assert torch.equal(torch.frombuffer(bytearray(found), dtype=torch.float32), expected)
 
 
+def test_pieces_that_were_compared_before_are_not_compared_again(give: Give) -> None:
+    images = give(flip(within("mean"), in_rank=0))
+    head = images.headers()[Rank(0)]
+    mean = head.entries["mean"]
+    (piece,) = head.pieces_under(mean.offset, mean.num_bytes)
+    for right in ([], [(Rank(1), piece), (Rank(0), piece + 1)]):
+        with pytest.raises(SnapshotCorrupt):
+            CheckedShards(images, "test", right).read(Rank(0), mean.offset, mean.num_bytes)
+    checked = CheckedShards(images, "test", [(Rank(0), piece)])
+    assert len(checked.read(Rank(0), mean.offset, mean.num_bytes)) == mean.num_bytes
+
+
 def test_an_arena_without_the_version_is_named(give: Give) -> None:
     def change(arena: Arena, rank: int) -> None:
         if rank:

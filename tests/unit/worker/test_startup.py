@@ -120,3 +120,45 @@ print("idle")
         timeout=240,
     )
     assert run.stdout == "idle\n", run.stderr
+
+
+def test_an_idle_standby_makes_a_group_and_leaves_nothing_of_it() -> None:
+    program = """
+import json, os, random, sys
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import _dump_fr_trace_json
+from ftrun.worker.process import startup
+
+made, init = [], dist.init_process_group
+def noted(*args, **kwargs):
+    init(*args, **kwargs)
+    made.append(dist.get_world_size())
+dist.init_process_group = noted
+hook, state, environ = sys.excepthook, torch.get_rng_state(), dict(os.environ)
+numbers, threads = random.getstate(), len(os.listdir("/proc/self/task"))
+startup._warm_up_groups()
+assert made == [1], made
+assert not dist.is_initialized()
+assert len(os.listdir("/proc/self/task")) == threads
+assert sys.excepthook is hook and os.environ == environ
+assert torch.equal(torch.get_rng_state(), state) and random.getstate() == numbers
+assert not json.loads(_dump_fr_trace_json(includeCollectives=True)).get("entries")
+torch.accelerator.current_accelerator = lambda: torch.device("cuda")
+startup._warm_up_groups()
+assert made == [1], made
+torch.accelerator.current_accelerator = lambda: None
+os.environ["GLOO_SOCKET_IFNAME"] = "none-such"
+startup._warm_up_groups()  # the rank reports it, if it makes a group
+assert sys.excepthook is hook and not dist.is_initialized()
+del os.environ["GLOO_SOCKET_IFNAME"]
+init("gloo", store=dist.HashStore(), rank=0, world_size=1)
+value = torch.ones(1)
+dist.all_reduce(value)
+assert len(json.loads(_dump_fr_trace_json(includeCollectives=True))["entries"]) == 1
+print("warm")
+"""
+    run = subprocess.run(
+        [sys.executable, "-c", program], check=False, capture_output=True, text=True, timeout=240
+    )
+    assert run.stdout == "warm\n", run.stderr
