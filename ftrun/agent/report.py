@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 from ftrun import clock, events
 from ftrun.agent.launch.process import oom_kills
-from ftrun.agent.launch.worker_group import most
 from ftrun.agent.observe.devices import RecentDeviceErrors
 from ftrun.agent.observe.evidence import PressureReader
 from ftrun.agent.publish.versions import held_versions
@@ -17,7 +16,7 @@ from ftrun.records.run import DeviceError
 from ftrun.records.snapshots import OF_NOTICE
 from ftrun.wire.cluster.generation import VersionPair
 from ftrun.wire.cluster.membership import Heartbeat, HeldVersion
-from ftrun.wire.shared_memory.pages import HeartbeatField
+from ftrun.wire.shared_memory.pages import HeartbeatField, most
 
 if TYPE_CHECKING:
     from ftrun.agent.launcher import Run

@@ -39,6 +39,7 @@ from ftrun.wire.shared_memory.pages import (
     create_command_page,
     create_page,
     create_stack_file,
+    most,
     stacks,
 )
 
@@ -487,24 +488,3 @@ def _report(handle: WorkerHandle, now_s: float) -> RankReport:
 def _last_stack(handle: WorkerHandle) -> str:
     stack = parse_dump(stacks(handle.slot.stack_fd)) if handle.child.ended_with < 0 else None
     return as_traceback(stack) if stack is not None else ""
-
-
-# --- sums over the pages of all ranks -------------------------------------------------------------
-
-
-def step_counts(pages: Sequence[SharedPage]) -> list[int]:
-    return [sum(counts) for counts in zip(*(page.step_times for page in pages), strict=True)]
-
-
-def most(pages: Sequence[SharedPage], at: HeartbeatField) -> int:
-    """Maximum over the ranks, because all ranks take and skip the same snapshots."""
-    return max((page.get(at) for page in pages), default=0)
-
-
-def blocked_s(pages: Sequence[SharedPage]) -> float:
-    """Of the slowest rank of this generation."""
-    return most(pages, HeartbeatField.BLOCKED_NS) / 1e9
-
-
-def loss_in(pages: Sequence[SharedPage]) -> float | None:
-    return next((page.loss for page in pages if page.get(HeartbeatField.LOSS)), None)

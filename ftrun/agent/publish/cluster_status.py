@@ -288,11 +288,11 @@ def _gone(gone: Departure, now_s: float) -> NodeStatus:
 
 def _warnings(heartbeats: Mapping[str, Heartbeat]) -> tuple[str, ...]:
     """Those about wrong results come first."""
-    nodes = sorted(heartbeats.items())
-    wrong = [f"node {one}: {has.repeat_warning}" for one, has in nodes if has.repeat_warning]
-    slow = [f"node {one}: {has.capture_warning}" for one, has in nodes if has.capture_warning]
-    files = [f"node {one}: {has.file_warning}" for one, has in nodes if has.file_warning]
-    return (*_first(wrong), *_first(files), *_first(slow))
+    found: list[str] = []
+    for kind in ("repeat_warning", "file_warning", "capture_warning"):
+        texts = ((node_id, getattr(one, kind)) for node_id, one in sorted(heartbeats.items()))
+        found += _first([f"node {node_id}: {text}" for node_id, text in texts if text])
+    return tuple(found)
 
 
 def _first(warnings: list[str]) -> list[str]:

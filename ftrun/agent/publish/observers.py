@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from ftrun import clock
-from ftrun.agent.launch.worker_group import WorkerGroup, blocked_s, loss_in, most, step_counts
+from ftrun.agent.launch.worker_group import WorkerGroup
 from ftrun.agent.publish.cluster_status import lateness_of
 from ftrun.agent.publish.hooks import Hooks
 from ftrun.agent.publish.status import StatusBuilder
@@ -31,7 +31,13 @@ from ftrun.records.membership import GenerationChosen, NetworkPlanRecord, PathsP
 from ftrun.records.recovery import DowntimeRecord, GenerationStartedRecord
 from ftrun.records.run import HookFailed, MetricsDisabled, ProgressRecord
 from ftrun.recovery.lifecycle import DETECTION, PRODUCTIVE, LifecycleState, TimeAccounting
-from ftrun.wire.shared_memory.pages import HeartbeatField
+from ftrun.wire.shared_memory.pages import (
+    HeartbeatField,
+    blocked_s,
+    loss_in,
+    most,
+    step_counts,
+)
 
 if TYPE_CHECKING:
     from ftrun.agent.launcher import Run

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from ftrun import clock
-from ftrun.agent.launch.worker_group import blocked_s, most
 from ftrun.agent.publish.cluster_status import ControlLoopStatus, control_loop_status, rank_statuses
 from ftrun.agent.publish.published import Published
 from ftrun.agent.publish.summary_line import retained_text
@@ -36,7 +35,13 @@ from ftrun.wire.messages.status import (
 )
 from ftrun.wire.messages.worker import LaunchRequest
 from ftrun.wire.shared_memory.arena import SlotState, read_shape, read_slot_headers
-from ftrun.wire.shared_memory.pages import CommandField, HeartbeatField, SharedPage
+from ftrun.wire.shared_memory.pages import (
+    CommandField,
+    HeartbeatField,
+    SharedPage,
+    blocked_s,
+    most,
+)
 
 if TYPE_CHECKING:
     from ftrun.agent.launcher import Run

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from ftrun import clock
-from ftrun.agent.launch.worker_group import most
 from ftrun.agent.snapshots.smp_client import SHARE_WAIT_S
 from ftrun.errors import PeerError
 from ftrun.ids import Version, version
@@ -17,7 +16,7 @@ from ftrun.records import snapshots as records
 from ftrun.recovery.snapshot_coordination import MAX_WRITES
 from ftrun.wire.cluster.generation import VersionPair
 from ftrun.wire.messages.checkpoint import WriteCheckpoint
-from ftrun.wire.shared_memory.pages import CommandField, HeartbeatField
+from ftrun.wire.shared_memory.pages import CommandField, HeartbeatField, most
 
 if TYPE_CHECKING:
     from ftrun.agent.launcher import Run

@@ -372,3 +372,24 @@ def stacks(fd: int) -> str:
     with suppress(OSError):
         return os.pread(fd, CALLS_AT, 0).split(b"\0", 1)[0].decode("utf-8", "replace")
     return ""
+
+
+# --- sums over the pages of all ranks -------------------------------------------------------------
+
+
+def step_counts(pages: Sequence[SharedPage]) -> list[int]:
+    return [sum(counts) for counts in zip(*(page.step_times for page in pages), strict=True)]
+
+
+def most(pages: Sequence[SharedPage], at: HeartbeatField) -> int:
+    """Maximum over the ranks, because all ranks take and skip the same snapshots."""
+    return max((page.get(at) for page in pages), default=0)
+
+
+def blocked_s(pages: Sequence[SharedPage]) -> float:
+    """Of the slowest rank of this generation."""
+    return most(pages, HeartbeatField.BLOCKED_NS) / 1e9
+
+
+def loss_in(pages: Sequence[SharedPage]) -> float | None:
+    return next((page.loss for page in pages if page.get(HeartbeatField.LOSS)), None)

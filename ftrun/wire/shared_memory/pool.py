@@ -34,7 +34,7 @@ import xxhash
 from ftrun.errors import LayoutUnknown
 from ftrun.ids import Version, version
 from ftrun.snapshot.layout import PAGE_BYTES
-from ftrun.wire.shared_memory.arena import ArenaShape, SlotState, map_all
+from ftrun.wire.shared_memory.arena import ArenaShape, SlotState
 
 LEAST_POOL_BYTES = 1 << 20
 """With less, the copy thread and the SMP would take turns for every few pieces."""
@@ -104,7 +104,7 @@ class CapturePool:
         if magic != _MAGIC or raw[len(header) :] != _CHECK.pack(xxhash.xxh3_64_intdigest(header)):
             raise LayoutUnknown("the header of a pool is not of this version of ftrun")
         self._fd = fd
-        self._map = map_all(fd) if is_writer else mmap.mmap(fd, PAGE_BYTES)
+        self._map = mmap.mmap(fd, 0 if is_writer else PAGE_BYTES)
         self._map.madvise(mmap.MADV_DONTFORK)  # else a DataLoader worker would keep the memory
         memory = memoryview(self._map)
         self._words = memory[:_CAPTURE_AT].cast("Q")
