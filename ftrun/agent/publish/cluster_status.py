@@ -1,7 +1,6 @@
-"""Builds the status from the control loop: the run, its nodes and its incidents.
+"""Builds the status (docs/operations.md) from the control loop: the run, its nodes, its incidents.
 
 Runs in the thread of the control loop; other threads get one immutable `ControlLoopStatus`.
-docs/operations.md describes it.
 """
 
 from collections.abc import Iterable, Mapping

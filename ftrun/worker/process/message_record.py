@@ -42,6 +42,12 @@ def install(page: SharedPage) -> None:
         _recorder = _Recorder(page)
 
 
+def restart() -> None:
+    """Count from 0 on: the groups of this process have other backends, as on all other ranks."""
+    if _recorder is not None:
+        _recorder.restart()
+
+
 def calls_of_default_group() -> int:
     """Recorded messages of the default group, which its sequence number includes."""
     return _recorder.calls_of_default_group() if _recorder is not None else 0
@@ -84,6 +90,12 @@ class _Recorder:
         for name in (_SEND, _RECV, _RECV_ANY):
             self._wrap(c10d.ProcessGroup, name, self._calling(name))
         self._wrap(c10d.Work, "wait", self._waiting)
+
+    def restart(self) -> None:
+        """The ring and its fields are those of a new page."""
+        for known in (self._groups, self._counts, self._open):
+            known.clear()
+        self._number = self._in_default_group = self._waited_ns = 0
 
     def _wrap(self, owner: Any, name: str, wrapper: Callable[[Any], Any]) -> None:
         # `getattr` of a class of pybind11 gives a function that would not bind to an object.

@@ -36,7 +36,7 @@ from ftrun.wire.run_environment import LAUNCH
 from ftrun.wire.shared_memory.pages import HeartbeatField
 from ftrun.worker.context import WorkerContext
 from ftrun.worker.loaders import AttachedLoaders
-from ftrun.worker.process import introspection
+from ftrun.worker.process import introspection, message_record
 from ftrun.worker.process.startup import replace_streams
 from ftrun.worker.restore.loader import saved_part
 from ftrun.worker.survivors.groups import ProcessGroups
@@ -275,6 +275,7 @@ class Survivor:
         crash_point("worker.renew.ready")
         timeout = timedelta(seconds=_CONNECT_S)
         self._groups.renew(store, context.generation, timeout)
+        message_record.restart()
         crash_point("worker.renew.connected")
         mine = [
             self._groups.digest(), self._process.set_up.origin, str(context.restore), buckets,
