@@ -28,7 +28,6 @@ from ftrun.worker.state.attached import AttachedState, Skip, by_name, declared
 from ftrun.worker.state.checked_state import PlainCheck
 from ftrun.worker.state.data_position import DataPosition
 from ftrun.worker.state.tensors import HostCopy, is_capturing
-from ftrun.worker.survivors.rehearsal import read_newest
 
 if TYPE_CHECKING:
     from ftrun.worker.capture.recording import Recording
@@ -318,6 +317,8 @@ class Session(Loops):
             context.recording.attached(attached, self._own_state, known, self._step)
 
     def _restore(self, protection: "SnapshotSession", context: WorkerContext) -> None:
+        from ftrun.worker.survivors.rehearsal import read_newest  # reads arenas
+
         saved = read_newest(context, protection.restore)
         if saved is not None:
             self._restored = True

@@ -102,12 +102,12 @@ def test_a_new_leader_knows_restarts_lost_nodes_and_nodes_that_have_left() -> No
 
 def test_a_leader_that_was_drained_has_not_failed() -> None:
     made = with_spares()
-    drained(made, "a", after="dbc")
+    drained(made, "a", after="bcd")
     made.passes(5.0)
-    assert made.leader() == "d"
-    assert places(made, "d")["a"] == "left"
-    assert "lost:" not in verdict(made, "d")
-    leader = made["d"].member.leader
+    assert made.leader() == "b"
+    assert places(made, "b")["a"] == "left"
+    assert "lost:" not in verdict(made, "b")
+    leader = made["b"].member.leader
     assert leader is not None
     assert leader.monitor.history(now_s=made.now_s).node_failures == {}
 
