@@ -12,6 +12,7 @@ import uuid
 import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +29,6 @@ from ftrun.worker.state.attached import AttachedState, Skip, by_name, declared
 from ftrun.worker.state.checked_state import PlainCheck
 from ftrun.worker.state.data_position import DataPosition
 from ftrun.worker.state.tensors import HostCopy, is_capturing
-from ftrun.worker.survivors.rehearsal import read_newest
 
 if TYPE_CHECKING:
     from ftrun.worker.capture.recording import Recording
@@ -318,7 +318,10 @@ class Session(Loops):
             context.recording.attached(attached, self._own_state, known, self._step)
 
     def _restore(self, protection: "SnapshotSession", context: WorkerContext) -> None:
-        saved = read_newest(context, protection.restore)
+        restore = protection.restore
+        if context.launch.rehearses:
+            restore = partial(read_newest, context, protection.restore)
+        saved = restore()
         if saved is not None:
             self._restored = True
             own = saved["session"]
