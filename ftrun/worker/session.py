@@ -320,6 +320,8 @@ class Session(Loops):
     def _restore(self, protection: "SnapshotSession", context: WorkerContext) -> None:
         restore = protection.restore
         if context.launch.rehearses:
+            from ftrun.worker.survivors.rehearsal import read_newest
+
             restore = partial(read_newest, context, protection.restore)
         saved = restore()
         if saved is not None:
