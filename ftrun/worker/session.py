@@ -12,6 +12,7 @@ import uuid
 import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -317,9 +318,12 @@ class Session(Loops):
             context.recording.attached(attached, self._own_state, known, self._step)
 
     def _restore(self, protection: "SnapshotSession", context: WorkerContext) -> None:
-        from ftrun.worker.survivors.rehearsal import read_newest  # reads arenas
+        restore = protection.restore
+        if context.launch.rehearses:
+            from ftrun.worker.survivors.rehearsal import read_newest
 
-        saved = read_newest(context, protection.restore)
+            restore = partial(read_newest, context, protection.restore)
+        saved = restore()
         if saved is not None:
             self._restored = True
             own = saved["session"]

@@ -9,7 +9,8 @@ Rule 1: the zygote never calls a function itself. A fork of it does, while the z
 Rule 2: a call leaves the states of the random generators as they were, so a script draws the same
         numbers whether a result was there or not.
 
-This module must not import torch, because a script may call `prepared` first.
+A script may call `prepared` before it imports torch, and on any system, so this module imports
+neither torch nor what needs Linux.
 """
 
 import contextlib
@@ -22,7 +23,6 @@ import traceback
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
-from ftrun.linux import num_threads, unfit_to_fork
 from ftrun.wire.messages.agent_start import ZygoteSettings
 
 _log = logging.getLogger(__name__)
@@ -67,6 +67,8 @@ def prepare_all(settings: ZygoteSettings) -> str:
     Raises:
         PreparationFailed: a function has failed; the message names it.
     """
+    from ftrun.linux import num_threads
+
     files, threads = _open_files(), num_threads()
     for name in settings.prepare:
         with _as_script(settings):
@@ -95,6 +97,8 @@ def import_compiler() -> str:
     the answer. Measured with 2 ranks on 2 cores, from a kill to the next step: 6.5 s without this,
     and 1.3 s with it.
     """
+    from ftrun.linux import num_threads
+
     threads = num_threads()
     for name in COMPILER:
         importlib.import_module(name)
@@ -109,6 +113,8 @@ def import_compiler() -> str:
 
 def _unfit(threads: int) -> str:
     """`threads`: their number before."""
+    from ftrun.linux import num_threads, unfit_to_fork
+
     more = num_threads() - threads
     return unfit_to_fork() or (f"it has started {more} threads that run on" if more > 0 else "")
 

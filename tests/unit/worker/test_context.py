@@ -21,9 +21,7 @@ STANDBY = """
 import json, os, socket, sys
 from ftrun.worker.context import worker_context
 from ftrun.worker.process import startup
-request, fds, bound_with = startup._wait(
-    socket.socket(fileno=int(sys.argv[1])), lambda: None
-)
+request, fds, bound_with = startup._wait(socket.socket(fileno=int(sys.argv[1])), lambda: None)
 startup.become_worker(request, fds, bound_with)
 found = worker_context()
 files = {name: os.readlink(f"/proc/self/fd/{fd}") for name, fd in found.launch.descriptors.items()}
