@@ -61,7 +61,7 @@ from ftrun.wire.messages.worker import (
 from ftrun.wire.run_environment import LAUNCH
 from ftrun.wire.shared_memory.pages import HeartbeatField, SharedPage
 from ftrun.worker.context import worker_context
-from ftrun.worker.process import heartbeat
+from ftrun.worker.process import heartbeat, message_record
 from ftrun.worker.process import introspection as visibility
 
 MAX_ORDER_BYTES = 1 << 20
@@ -346,9 +346,21 @@ def _users_part(trace: TracebackType | None) -> TracebackType | None:
         file = os.path.abspath(part.tb_frame.f_code.co_filename)
         is_own = file.startswith(_PACKAGE.removesuffix(os.sep) + _OWN_FOLDER)
         if not is_own and "runpy" not in file:
-            return part
+            return _without_wrappers(part)
         part = part.tb_next
     return None  # a syntax error: no user frame ran
+
+
+def _without_wrappers(trace: TracebackType) -> TracebackType:
+    """Remove the frames through which ftrun observes calls of torch."""
+    at: TracebackType | None = trace
+    while at is not None:
+        while (
+            after := at.tb_next
+        ) and after.tb_frame.f_code.co_filename == message_record.__file__:
+            at.tb_next = after.tb_next
+        at = at.tb_next
+    return trace
 
 
 class _AfterTorch(importlib.abc.MetaPathFinder):
