@@ -253,6 +253,9 @@ class RankView(msgspec.Struct, frozen=True):
     """To other machines, the longest stalled first; of many connections only a part."""
     errors: tuple[ErrorLine, ...] = ()
     """Error classes in its logs, read once in a hang."""
+    from_dump: str = ""
+    """What is known of a rank of which nothing but a dump of its recorder was read, such as "has no
+    dump"; continues "rank 3 ". Empty: it was observed."""
 
     @property
     def waiting(self) -> tuple[ProcessGroupView, ...]:
