@@ -34,7 +34,7 @@ from ftrun.agent.observe.introspection import RankStack, take_stack
 from ftrun.agent.observe.preflight import free_memory
 from ftrun.agent.observe.proc import ProcessState, SocketStats, process_facts, resident_bytes
 from ftrun.agent.observe.recorder import Recorded, RecorderReader, read_trace
-from ftrun.agent.observe.recorder_dumps import remove_old_dumps, write_dumps
+from ftrun.agent.observe.recorder_dumps import DumpWriter, RankAnswer
 from ftrun.agent.observe.recorder_memory import newest_call
 from ftrun.config.profile import HangConfig
 from ftrun.events import ErrorLine
@@ -63,8 +63,8 @@ POLL_EVERY_S = 0.5
 LOGS_S = 1.0
 """Deadline for the logs of all ranks here; the views of a poll are published before."""
 
-DUMPS_S = 10.0
-"""Deadline for the dumps of all ranks here. Their files may be on a dead file system too."""
+_STOPPED_S = 2.0
+"""A rank that is stopped for this time may be killed soon: dumps are written."""
 
 QUICK_S = 0.2
 """Deadline for a rank's answer while the run is blocked."""
@@ -148,12 +148,9 @@ class RankObserver:
         self._handles: list[WorkerHandle] = []
         self._memories: dict[int, _Memory] = {}
         self._group_memory = _GroupMemory()
-        self._dumps = dumps
-        self._has_dumped = False
-        self._cleaned_for = -1
-        """Generation at whose start old dumps were removed."""
         self._written_errors = written_errors
         self._reads = BoundedReads()
+        self._dumps = DumpWriter(dumps, self._reads)
         self._errors: dict[int, tuple[ErrorLine, ...]] = {}
         """By rank; of this hang."""
         self._deadlines_read = 0
@@ -178,12 +175,16 @@ class RankObserver:
         self.views, self.sample = (), None
         self._sampler = Sampler()
         self._readers = {}
+        self._dumps.reset()
         self._handles = handles
 
     def examine(self, handles: list[WorkerHandle]) -> None:
         """Read the last calls of all ranks quickly, because some of them have failed."""
         self._handles = []
-        self.views = tuple(_last_calls(handle, self._reader(handle)) for handle in handles)
+        found = [_last_calls(handle, self._reader(handle)) for handle in handles]
+        self.views = tuple(view for view, _ in found)
+        if handles:
+            self._dumps.keep(handles[0].slot.request.generation, [answer for _, answer in found])
 
     def close(self) -> None:
         self._ended.set()
@@ -209,12 +210,14 @@ class RankObserver:
                 while True:
                     os.close(self._unused_fds.get_nowait())
             last_s = clock.now_s()
+        self._dumps.write_kept()
 
     def _poll(self) -> None:
+        self._dumps.write_kept()
         handles = self._handles
         if not handles:
             return
-        self._clean(handles[0].slot.request.generation)
+        self._dumps.clean(handles[0].slot.request.generation)
         on_device = self._sampler.on_device
         for trouble in self._devices.poll(clock.now_s(), on_device=on_device):
             self.troubles.put(trouble)
@@ -231,31 +234,30 @@ class RankObserver:
         unresponsive_s = max(
             [self._unresponsive_s(handle, now_s) for handle in handles], default=0.0
         )
+        is_stopped = any(now_s - (one.stopped_since_s or now_s) >= _STOPPED_S for one in handles)
         if unresponsive_s < deadlines.sample_s:
             self._memories.clear()
             self._group_memory.clear()
-            self._has_dumped = False
             self._errors, self._deadlines_read = {}, 0
             sample = self._sampler.take(handles)
             if handles is self._handles:
                 self.views = ()
                 self.sample = sample or self.sample
+            if is_stopped:
+                self._dump(handles)
+            else:
+                self._dumps.reset()
             return
         connections = self._sampler.connections(handles)
         views = tuple(self._view(one, connections.get(one.pid, ())) for one in handles)
         if handles is self._handles:
             self.views = views
         self._read_errors(handles, deadlines.number(unresponsive_s + 2 * POLL_EVERY_S))
-        if unresponsive_s >= deadlines.suspect_after_s and not self._has_dumped:
-            self._has_dumped = True
-            folder = self._dumps / str(handles[0].slot.request.generation)
-            ranks = [(handle, self._reader(handle)) for handle in handles]
-            self._reads.result(lambda: write_dumps(folder, ranks), DUMPS_S)
+        if is_stopped or unresponsive_s >= deadlines.suspect_after_s:
+            self._dump(handles)
 
-    def _clean(self, generation: int) -> None:
-        if self._cleaned_for != generation:
-            self._cleaned_for = generation
-            self._reads.result(lambda: remove_old_dumps(self._dumps, generation), LOGS_S)
+    def _dump(self, handles: Sequence[WorkerHandle]) -> None:
+        self._dumps.write([(handle, self._reader(handle)) for handle in handles])
 
     def _unresponsive_s(self, handle: WorkerHandle, now_s: float) -> float:
         page = handle.slot.page
@@ -368,16 +370,18 @@ def _first_step_s(page: SharedPage) -> float:
     return min(_MOST_FIRST_S, max(0.0, (first_ns - began_ns) / 1e9)) if began_ns else 0.0
 
 
-def _last_calls(handle: WorkerHandle, reader: RecorderReader) -> RankView:
+def _last_calls(handle: WorkerHandle, reader: RecorderReader) -> tuple[RankView, RankAnswer]:
     """The last calls: of a running rank from its server, of a failed one from its stack file."""
     page, slot = handle.slot.page, handle.slot
     groups: tuple[ProcessGroupView, ...] = ()
+    data = b""
     if handle.child.status is None:
-        groups = reader.read(page, deadline_s=QUICK_S).groups
-    elif trace := parse_trace(left_calls(slot.stack_fd)):
+        recorded = reader.read(page, deadline_s=QUICK_S)
+        groups, data = recorded.groups, recorded.answer
+    if not groups and (trace := parse_trace(data := left_calls(slot.stack_fd))):
         source, now_ns = RecorderSource(page.groups), clock.wall_s() * 1e9
         groups = recorded_groups(trace, source, now_ns=now_ns).views
-    return RankView(
+    view = RankView(
         rank=slot.rank,
         pid=handle.pid,
         process="" if handle.child.status is not None else "S",
@@ -386,6 +390,7 @@ def _last_calls(handle: WorkerHandle, reader: RecorderReader) -> RankView:
         is_finished=handle.child.status == 0,
         groups=groups,
     )
+    return view, RankAnswer(slot.rank, data, page.groups)
 
 
 SAMPLE_EVERY_S = 1.0

@@ -99,11 +99,12 @@ def read_dump(path: Path) -> Trace:
     if size > MAX_DUMP_BYTES:
         raise ValueError(f"it has {size:,} bytes, and at most {MAX_DUMP_BYTES:,} are read")
     found = _plain(path.read_bytes())
-    if not isinstance(found, dict) or not isinstance(found.get("version"), str):
-        raise ValueError("it is no dump of a flight recorder: it has no version")  # noqa: TRY004
-    if not _KNOWN.fullmatch(found["version"]):
+    known = found if isinstance(found, dict) else {}
+    if not {"entries", "pg_config"} & known.keys() or not isinstance(known.get("version"), str):
+        raise ValueError("it is no dump of a flight recorder: it has no version, or no entries")
+    if not _KNOWN.fullmatch(known["version"]):
         raise UsageError(
-            f"{path} has format {found['version'][:20]!r}. Known are formats 2.x, of torch 2.8 to "
+            f"{path} has format {known['version'][:20]!r}. Known are formats 2.x, of torch 2.8 to "
             "2.15; a newer ftrun may know it"
         )
     trace = trace_of(found)
@@ -152,6 +153,6 @@ def _none(folder: Path, prefix: str | None, found: dict[str, DumpFolder]) -> str
     """Why a folder has no dumps, and how to get some."""
     damaged = [reason for one in found.values() for reason in one.damaged.values()]
     if damaged:
-        return f"no dump of {len(damaged)} files in {folder} can be read; the first: {damaged[0]}"
+        return f"none of {len(damaged)} files in {folder} is a dump; the first: {damaged[0]}"
     named = f"{prefix}3" if prefix else "nccl_trace_rank_3"
     return f"{folder} has no dumps: no name of a file ends in a rank, such as {named}. {_HOW}"

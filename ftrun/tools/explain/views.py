@@ -28,6 +28,7 @@ _NO_MORE = "has made no further call"
 _NO_DUMP = "has no dump"
 _DAMAGED = "has a damaged dump"
 _ANY_BYTES = 1 << 30
+_MANY = 3
 _DAY_NS = 86_400 * 10**9
 
 _NEXT = {
@@ -41,8 +42,8 @@ _NEXT = {
     "collectives of their groups in one order",
 }
 _NEXT_WITHOUT_DUMP = (
-    "find out whether {ranks} has ended: its log, its node. If its dump is elsewhere, add the file "
-    "and run the command again"
+    "find out whether {ranks} ended: log, node. If a dump is elsewhere, add the file and run the "
+    "command again"
 )
 
 
@@ -93,12 +94,14 @@ def judge(
             found = _of_missing(views, missing, node_of) or found
     if found is None:
         return None
+    notes = [f"rank {one}: {note}" for one in found.culprits for note in views[one].recorder_notes]
+    more = [note for note in notes[:_MANY] if note not in found.evidence]
     against = (*found.counter_evidence, *_counter_evidence(found, views, missing))
     if not has_times:
         against += ("the files are copies: waits are counted up to the newest call of any rank",)
     elif (longest_s := _longest_wait_s(views)) < HangConfig().suspect_after_s:
         against += (f"the longest wait is {longest_s:.1f} s: the ranks may have made progress",)
-    return replace(found, counter_evidence=against)
+    return replace(found, evidence=(*found.evidence, *more), counter_evidence=against)
 
 
 def next_step(verdict: Verdict, views: Mapping[int, RankView]) -> str:
@@ -166,7 +169,7 @@ def _view(rank: int, trace: Trace, read_ns: int, backend: str, *, is_timed: bool
 
 
 def _blank(rank: int, state: str) -> RankView:
-    note = f"it {state.removeprefix('has ')}"
+    note = "its dump is damaged" if state == _DAMAGED else "no file has its dump"
     return RankView(
         rank=rank,
         pid=0,
@@ -193,6 +196,9 @@ def _backend(trace: Trace) -> str:
 def _groups(trace: Trace) -> dict[str, tuple[int, ...]]:
     """Ranks of each group, in the order in which torch has made the groups, if names show it."""
     found = {name: _ranks(one.ranks) for name, one in trace.pg_config.items() if name}
+    named = {one.group for one in trace.entries}
+    if not found and len(named) == 1 and (unnamed := trace.pg_config.get("")):
+        return {named.pop(): _ranks(unnamed.ranks)}  # gloo does not name its groups
     if all(name.isdecimal() for name in found):
         return {name: found[name] for name in sorted(found, key=int)}
     return found

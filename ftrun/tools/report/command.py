@@ -141,7 +141,8 @@ def _collect_dumps(folder: Path, incident: IncidentFacts) -> str:
                 shutil.copyfile(dump, found / dump.name)
     if not found.is_dir():
         return ""
-    return shlex.join(["torchfrtrace", str(found), "-p", "rank_"])
+    # A rank that has ended or is stopped has no dump.
+    return shlex.join(["torchfrtrace", str(found), "-p", "rank_", "--allow-incomplete-ranks"])
 
 
 # --- files of a run ---------------------------------------------------------------------------
