@@ -390,7 +390,7 @@ def _last_calls(handle: WorkerHandle, reader: RecorderReader) -> tuple[RankView,
         is_finished=handle.child.status == 0,
         groups=groups,
     )
-    return view, RankAnswer(slot.rank, data, page.groups)
+    return view, RankAnswer(slot.rank, data, page.groups, clock.wall_s())
 
 
 SAMPLE_EVERY_S = 1.0

@@ -23,6 +23,7 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import NamedTuple
 
+from ftrun import clock
 from ftrun.agent.launch.warm_start import WorkerHandle
 from ftrun.agent.observe.evidence import BoundedReads
 from ftrun.agent.observe.proc import process_facts
@@ -73,7 +74,7 @@ def write_dumps(folder: Path, ranks: Iterable[tuple[WorkerHandle, RecorderReader
         data = reader.dump(page)
         with suppress(OSError, ValueError):
             if data is not None:
-                _write(folder, rank, as_pickle(data, page.groups))
+                _write(folder, rank, as_pickle(data, page.groups), read_s=clock.wall_s())
                 count += 1
     return count
 
@@ -86,6 +87,8 @@ class RankAnswer(NamedTuple):
     """JSON; empty: it has said nothing."""
     groups: str
     """As on the page."""
+    read_s: float
+    """When, on the wall clock: the time of the file, by which a dump belongs to an incident."""
 
 
 class DumpWriter:
@@ -134,7 +137,7 @@ class DumpWriter:
 def write_answers(folder: Path, answers: Iterable[RankAnswer]) -> None:
     for one in answers:
         with suppress(OSError, ValueError):
-            _write(folder, one.rank, as_pickle(one.data, one.groups))
+            _write(folder, one.rank, as_pickle(one.data, one.groups), read_s=one.read_s)
 
 
 def as_pickle(dump: bytes, groups: str) -> bytes:
@@ -170,10 +173,11 @@ def ask_by_pipe(prefix: str, rank: int) -> bool:
     return False
 
 
-def _write(folder: Path, rank: int, data: bytes) -> None:
+def _write(folder: Path, rank: int, data: bytes, *, read_s: float) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     part = folder / f".{PREFIX}{rank}"
     part.write_bytes(data)
+    os.utime(part, (read_s, read_s))
     part.rename(folder / f"{PREFIX}{rank}")
 
 

@@ -138,7 +138,7 @@ def _collect_dumps(folder: Path, incident: IncidentFacts) -> str:
         if incident.began_t_s <= at_t_s <= end_t_s:
             with suppress(OSError):
                 found.mkdir(parents=True, exist_ok=True)
-                shutil.copyfile(dump, found / dump.name)
+                shutil.copy2(dump, found / dump.name)
     if not found.is_dir():
         return ""
     # A rank that has ended or is stopped has no dump.

@@ -104,11 +104,13 @@ def test_after_a_failure_the_answers_are_written_once_and_not_over_those_of_a_ha
     tmp_path: Path,
 ) -> None:
     writer = DumpWriter(tmp_path, BoundedReads())
-    answers = [RankAnswer(0, dumped(entries=[ENTRY]), "0=0,1"), RankAnswer(1, b"", "0=0,1")]
+    whole = RankAnswer(0, dumped(entries=[ENTRY]), "0=0,1", 7e8)
+    answers = [whole, RankAnswer(1, b"", "0=0,1", 7e8)]
     writer.keep(3, answers)
     assert not any(tmp_path.iterdir()), "the main thread does not wait for a file"
     writer.write_kept()
     assert os.listdir(tmp_path / "3") == ["rank_0"], "rank 1 has said nothing"
+    assert (tmp_path / "3" / "rank_0").stat().st_mtime == 7e8, "its incident may be over by now"
     writer.keep(4, answers)
     writer.write_kept()
     assert (tmp_path / "4" / "rank_0").exists()

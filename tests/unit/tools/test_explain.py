@@ -458,7 +458,7 @@ def test_pickles_of_torch_from_processes_without_ftrun(
     )
     (last,) = [one for one in verdict["evidence"] if "its last call is" in one]
     assert last.startswith("rank 1: its last call is all_reduce #1 of the default group, ")
-    assert "which it had entered at train.py:12 in step " in last
+    assert "which it had entered at train.py:11 in step " in last
     os.unlink(tmp_path / "trace_1")
     verdict = explained(tmp_path, capsys)["verdict"]
     assert verdict["text"].startswith("rank 1 has no dump, and rank 0 waits in all_reduce #2")
