@@ -36,7 +36,7 @@ KINDS = {
 MISSING = {
     "leave": r"missed FR dumps from ranks \(\{1\}\)",
     "stop": r"missed FR dumps from ranks \(\{1\}\)",
-    "skip": r"missed FR dumps from ranks|Culprit|collective mismatch",
+    "skip": r"missed FR dumps from ranks \(\{[02]",
 }
 """What torch's analyzer says. Gloo aborts a rank after a skipped collective. That rank leaves no
 dump, and of the others the analyzer says that it cannot decide."""
