@@ -253,9 +253,11 @@ class RankView(msgspec.Struct, frozen=True):
     """To other machines, the longest stalled first; of many connections only a part."""
     errors: tuple[ErrorLine, ...] = ()
     """Error classes in its logs, read once in a hang."""
-    from_dump: str = ""
-    """What is known of a rank of which nothing but a dump of its recorder was read, such as "has no
-    dump"; continues "rank 3 ". Empty: it was observed."""
+
+    @property
+    def from_dump(self) -> str:
+        """Empty: it was observed. See `DumpedRankView`."""
+        return ""
 
     @property
     def waiting(self) -> tuple[ProcessGroupView, ...]:
@@ -295,6 +297,17 @@ class RankView(msgspec.Struct, frozen=True):
         """Innermost frame of the user's code; else the innermost frame."""
         own = (frame for frame in self.stack if not is_in(frame, RUNTIME))
         return next(own, self.stack[0] if self.stack else "")
+
+
+class DumpedRankView(RankView, frozen=True):
+    """A rank of which nothing is known but a dump of its recorder."""
+
+    state: str = ""
+    """What is known, such as "has no dump"; continues "rank 3 "."""
+
+    @property
+    def from_dump(self) -> str:
+        return self.state
 
 
 def is_in(frame: Frame, parts: tuple[str, ...]) -> bool:

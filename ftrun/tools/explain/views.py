@@ -22,7 +22,14 @@ from ftrun.config.profile import HangConfig
 from ftrun.monitor.flight_recorder import RecorderSource, Trace, call_text, recorded_groups
 from ftrun.monitor.hang_detector import find_hang, find_skipped
 from ftrun.monitor.page_values import Backends, encode_groups
-from ftrun.monitor.verdicts import Confidence, RankView, Verdict, VerdictKind, ranks_text
+from ftrun.monitor.verdicts import (
+    Confidence,
+    DumpedRankView,
+    RankView,
+    Verdict,
+    VerdictKind,
+    ranks_text,
+)
 
 _NO_MORE = "has made no further call"
 _NO_DUMP = "has no dump"
@@ -170,7 +177,7 @@ def _view(rank: int, trace: Trace, read_ns: int, backend: str, *, is_timed: bool
 
 def _blank(rank: int, state: str) -> RankView:
     note = "its dump is damaged" if state == _DAMAGED else "no file has its dump"
-    return RankView(
+    return DumpedRankView(
         rank=rank,
         pid=0,
         process="",
@@ -178,7 +185,7 @@ def _blank(rank: int, state: str) -> RankView:
         unresponsive_s=0.0,
         is_recorder_complete=False,
         recorder_notes=(note,),
-        from_dump=state,
+        state=state,
     )
 
 
