@@ -72,6 +72,7 @@ class CommandExecutor:
             case commands.KillWorkers():
                 if run.workers.alive():
                     run.journal.write(command)
+                    run.rank_observer.keep_calls(run.workers.handles)
                 self._kill()
             case commands.SuspendRanks() | commands.ResumeRanks():
                 run.journal.write(command)  # already done, see ClusterControlLoop

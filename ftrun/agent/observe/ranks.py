@@ -186,6 +186,27 @@ class RankObserver:
         if handles:
             self._dumps.keep(handles[0].slot.request.generation, [answer for _, answer in found])
 
+    def keep_calls(self, handles: list[WorkerHandle]) -> None:
+        """Keep the calls of ranks that make no steps and are killed, for their dumps.
+
+        A rank on another node may be stopped; here is no sign of it but that ranks wait.
+        """
+        now_s, answers = clock.now_s(), list[RankAnswer]()
+        if self._dumps.is_written:
+            return
+        for handle in handles:
+            facts = process_facts(handle.pid) if handle.child.status is None else None
+            is_stopped = facts is None or facts.state in ("T", "t")
+            if is_stopped or self._unresponsive_s(handle, now_s) < _STOPPED_S:
+                continue
+            if clock.now_s() - now_s > QUICK_S:
+                break
+            page = handle.slot.page
+            data = self._reader(handle).calls(page, deadline_s=QUICK_S)
+            answers.append(RankAnswer(handle.slot.rank, data, page.groups, clock.wall_s()))
+        if answers:
+            self._dumps.keep(handles[0].slot.request.generation, answers)
+
     def close(self) -> None:
         self._ended.set()
         if self._thread.is_alive():

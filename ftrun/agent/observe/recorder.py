@@ -101,6 +101,18 @@ class RecorderReader:
         finally:
             self._lock.release()
 
+    def calls(self, page: SharedPage, *, deadline_s: float) -> bytes:
+        """JSON of the recorder of gloo; empty: no answer, or its collectives are on a device."""
+        is_on_device = bool(decode_backends(page.backends).device_backend)
+        if is_on_device or not page.get(HeartbeatField.HAS_SERVER):
+            return b""
+        if not self._lock.acquire(timeout=deadline_s):
+            return b""
+        try:
+            return self._of_gloo(page, deadline_s)
+        finally:
+            self._lock.release()
+
     def dump(self, page: SharedPage) -> bytes | None:
         """A pickle of the recorder of the device, or else the JSON of the others; None: neither."""
         if not page.get(HeartbeatField.HAS_SERVER):

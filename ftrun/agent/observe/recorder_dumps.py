@@ -98,15 +98,15 @@ class DumpWriter:
         """`folder` gets a folder for each generation, in `reads`: its file system may be dead."""
         self._folder = folder
         self._reads = reads
-        self._is_written = False
-        """In the hang or stop of now."""
+        self.is_written = False
+        """Dumps of the hang or stop of now."""
         self._cleaned_for = -1
         """Generation at whose start old dumps were removed."""
         self._kept: SimpleQueue[tuple[int, list[RankAnswer]]] = SimpleQueue()
 
     def keep(self, generation: int, answers: list[RankAnswer]) -> None:
         """In the main thread: keep what `write_kept` writes, while the failure is handled."""
-        if not self._is_written:  # dumps of a hang also have the ranks that are killed now
+        if not self.is_written:  # dumps of a hang also have the ranks that are killed now
             self._kept.put((generation, answers))
 
     def write_kept(self) -> None:
@@ -118,14 +118,14 @@ class DumpWriter:
 
     def write(self, ranks: Sequence[tuple[WorkerHandle, RecorderReader]]) -> None:
         """Write all dumps; later calls do nothing until `reset`."""
-        if not self._is_written:
-            self._is_written = True
+        if not self.is_written:
+            self.is_written = True
             folder = self._folder / str(ranks[0][0].slot.request.generation)
             self._reads.result(partial(write_dumps, folder, ranks), DUMPS_S)
 
     def reset(self) -> None:
         """All ranks make steps again."""
-        self._is_written = False
+        self.is_written = False
 
     def clean(self, generation: int) -> None:
         """Remove old dumps, once in a generation."""

@@ -2,6 +2,7 @@
 
 import os
 import pickle
+import signal
 import socket
 import subprocess
 import threading
@@ -159,6 +160,29 @@ def test_before_a_stopped_rank_is_killed_the_dumps_of_the_others_are_written(
         dump.unlink()
         hang(observer, handle, 1.5)
         assert not dump.exists(), "once"
+
+
+def test_ranks_that_wait_for_a_stopped_rank_of_another_node_are_dumped_when_they_are_killed(
+    handle: WorkerHandle, tmp_path: Path
+) -> None:
+    dump = tmp_path / "0" / "rank_1"
+    with server(handle, tmp_path):
+        observer = RankObserver(SimpleQueue(), HangConfig(), tmp_path, lambda _: ())
+        for for_s, is_dumped in ((0.5, False), (4.0, True), (11.0, False)):
+            observer.observe([handle])
+            hang(observer, handle, for_s)
+            dump.unlink(missing_ok=True)  # of the hang of 11 s, which stays the only one
+            observer.keep_calls([handle])
+            assert not dump.exists(), "a kill waits for no file"
+            observer._poll()
+            assert dump.exists() is is_dumped
+        observer.observe([handle])
+        hang(observer, handle, 4.0)
+        os.kill(handle.pid, signal.SIGSTOP)
+        os.waitid(os.P_PID, handle.pid, os.WSTOPPED)
+        observer.keep_calls([handle])
+        observer._poll()
+        assert not dump.exists(), "a stopped rank does not answer"
 
 
 def test_dumps_on_a_dead_file_system_delay_the_views_once(
