@@ -72,7 +72,6 @@ class CommandExecutor:
             case commands.KillWorkers():
                 if run.workers.alive():
                     run.journal.write(command)
-                    run.rank_observer.keep_calls(run.workers.handles)
                 self._kill()
             case commands.SuspendRanks() | commands.ResumeRanks():
                 run.journal.write(command)  # already done, see ClusterControlLoop
@@ -156,6 +155,7 @@ class CommandExecutor:
                 run.smp.abandon(generation, command.step)
 
     def _kill(self) -> None:
+        self._run.rank_observer.keep_calls(self._run.workers.handles)
         self._run.rank_observer.observe([])
         self._failed_s = self.noticed_s
         self._run.workers.kill()

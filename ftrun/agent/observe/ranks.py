@@ -63,8 +63,8 @@ POLL_EVERY_S = 0.5
 LOGS_S = 1.0
 """Deadline for the logs of all ranks here; the views of a poll are published before."""
 
-_STOPPED_S = 2.0
-"""A rank that is stopped for this time may be killed soon: dumps are written."""
+_STUCK_S = 2.0
+"""A rank without a step for this time is dumped when it is killed."""
 
 QUICK_S = 0.2
 """Deadline for a rank's answer while the run is blocked."""
@@ -189,7 +189,7 @@ class RankObserver:
     def keep_calls(self, handles: list[WorkerHandle]) -> None:
         """Keep the calls of ranks that make no steps and are killed, for their dumps.
 
-        A rank on another node may be stopped; here is no sign of it but that ranks wait.
+        A stopped rank is killed before a hang is suspected, and it may be on another node.
         """
         now_s, answers = clock.now_s(), list[RankAnswer]()
         if self._dumps.is_written:
@@ -197,7 +197,7 @@ class RankObserver:
         for handle in handles:
             facts = process_facts(handle.pid) if handle.child.status is None else None
             is_stopped = facts is None or facts.state in ("T", "t")
-            if is_stopped or self._unresponsive_s(handle, now_s) < _STOPPED_S:
+            if is_stopped or self._unresponsive_s(handle, now_s) < _STUCK_S:
                 continue
             if clock.now_s() - now_s > QUICK_S:
                 break
@@ -255,7 +255,6 @@ class RankObserver:
         unresponsive_s = max(
             [self._unresponsive_s(handle, now_s) for handle in handles], default=0.0
         )
-        is_stopped = any(now_s - (one.stopped_since_s or now_s) >= _STOPPED_S for one in handles)
         if unresponsive_s < deadlines.sample_s:
             self._memories.clear()
             self._group_memory.clear()
@@ -264,21 +263,15 @@ class RankObserver:
             if handles is self._handles:
                 self.views = ()
                 self.sample = sample or self.sample
-            if is_stopped:
-                self._dump(handles)
-            else:
-                self._dumps.reset()
+            self._dumps.reset()
             return
         connections = self._sampler.connections(handles)
         views = tuple(self._view(one, connections.get(one.pid, ())) for one in handles)
         if handles is self._handles:
             self.views = views
         self._read_errors(handles, deadlines.number(unresponsive_s + 2 * POLL_EVERY_S))
-        if is_stopped or unresponsive_s >= deadlines.suspect_after_s:
-            self._dump(handles)
-
-    def _dump(self, handles: Sequence[WorkerHandle]) -> None:
-        self._dumps.write([(handle, self._reader(handle)) for handle in handles])
+        if unresponsive_s >= deadlines.suspect_after_s:
+            self._dumps.write([(handle, self._reader(handle)) for handle in handles])
 
     def _unresponsive_s(self, handle: WorkerHandle, now_s: float) -> float:
         page = handle.slot.page

@@ -101,9 +101,14 @@ def judge(
             found = _of_missing(views, missing, node_of) or found
     if found is None:
         return None
+    is_gloo = any(not group.is_on_device for view in views.values() for group in view.groups)
+    if missing and is_gloo:
+        found = replace(found, confidence=Confidence.POSSIBLE)
     notes = [f"rank {one}: {note}" for one in found.culprits for note in views[one].recorder_notes]
     more = [note for note in notes[:_MANY] if note not in found.evidence]
-    against = (*found.counter_evidence, *_counter_evidence(found, views, missing))
+    against = (*found.counter_evidence, *_counter_evidence(found, missing))
+    if missing and is_gloo:
+        against += ("if a rank has ended, calls of gloo on other ranks are over, by an error",)
     if not has_times:
         against += ("the files are copies: waits are counted up to the newest call of any rank",)
     elif (longest_s := _longest_wait_s(views)) < HangConfig().suspect_after_s:
@@ -131,9 +136,7 @@ def _of_missing(
     return replace(found, confidence=Confidence.POSSIBLE)
 
 
-def _counter_evidence(
-    found: Verdict, views: Mapping[int, RankView], missing: Collection[int]
-) -> list[str]:
+def _counter_evidence(found: Verdict, missing: Collection[int]) -> list[str]:
     lines = []
     if found.kind is VerdictKind.HANG_IN_COMMUNICATION and not missing:
         lines.append("a device may hang in the collective instead, which shows the same calls")

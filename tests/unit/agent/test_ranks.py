@@ -143,25 +143,6 @@ def server(handle: WorkerHandle, folder: Path) -> Iterator[None]:
         listener.shutdown(socket.SHUT_RDWR)
 
 
-def test_before_a_stopped_rank_is_killed_the_dumps_of_the_others_are_written(
-    handle: WorkerHandle, tmp_path: Path
-) -> None:
-    dump = tmp_path / "0" / "rank_1"
-    with server(handle, tmp_path):
-        observer = RankObserver(SimpleQueue(), HangConfig(), tmp_path, lambda _: ())
-        observer.observe([handle])
-        handle.last_call = ""
-        for stopped_for_s in (0.5, 3.0):
-            hang(observer, handle, 1.0)
-            assert not dump.exists()
-            handle.stopped_since_s = clock.now_s() - stopped_for_s
-        hang(observer, handle, 1.0)
-        assert pickle.loads(dump.read_bytes())["entries"] == []
-        dump.unlink()
-        hang(observer, handle, 1.5)
-        assert not dump.exists(), "once"
-
-
 def test_ranks_that_wait_for_a_stopped_rank_of_another_node_are_dumped_when_they_are_killed(
     handle: WorkerHandle, tmp_path: Path
 ) -> None:
@@ -176,6 +157,7 @@ def test_ranks_that_wait_for_a_stopped_rank_of_another_node_are_dumped_when_they
             assert not dump.exists(), "a kill waits for no file"
             observer._poll()
             assert dump.exists() is is_dumped
+            assert not is_dumped or pickle.loads(dump.read_bytes())["entries"] == []
         observer.observe([handle])
         hang(observer, handle, 4.0)
         os.kill(handle.pid, signal.SIGSTOP)

@@ -244,6 +244,23 @@ def test_different_collectives_of_the_past_are_a_verdict_too(tmp_path: Path) -> 
     assert verdict.culprits == (1,)
 
 
+def test_with_gloo_a_missing_rank_may_have_ended_the_calls_of_others(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As after the kill of rank 1, in which rank 2 had left #2 before the others."""
+    calls = {0: (2, True), 2: (3, False), 3: (2, True)}
+    write(tmp_path, {
+        rank: dump(call(seq, over=over, state="scheduled", profiling_name="gloo:all_reduce"),
+                   groups={"0": range(4)})
+        for rank, (seq, over) in calls.items()
+    })  # fmt: skip
+    verdict = explained(tmp_path, capsys)["verdict"]
+    assert verdict["culprits"] == [0, 3]
+    assert verdict["confidence"] == "possible"
+    against = "if a rank has ended, calls of gloo on other ranks are over, by an error"
+    assert against in verdict["counter_evidence"]
+
+
 # --- what is known of groups and times --------------------------------------------------------
 
 
