@@ -158,6 +158,7 @@ class CommandExecutor:
                 run.smp.abandon(generation, command.step)
 
     def _kill(self) -> None:
+        self._run.rank_observer.keep_calls(self._run.workers.handles)
         self._run.rank_observer.observe([])
         self._failed_s = self.noticed_s
         self._run.workers.kill()

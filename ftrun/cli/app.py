@@ -41,6 +41,8 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
     "readmit": ("cli.commands.readmit", "Let an excluded node of a run run ranks again."),
     "preflight": ("cli.commands.preflight", "Check whether this machine is fit to run ranks."),
     "report": ("tools.report.command", "Write a run, or one incident of it, as one HTML file."),
+    "explain": ("tools.explain.command",
+                "Find the rank at fault in a hang, from flight recorder dumps of any launcher."),
     "network": ("tools.network_view.command",
                 "Show the paths between a run's nodes, and the network plan."),
     "inject-fault": ("cli.commands.inject_fault",

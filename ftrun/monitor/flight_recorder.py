@@ -23,10 +23,26 @@ from dataclasses import dataclass, field
 import msgspec
 
 from ftrun.monitor.page_values import Backends, decode_groups
-from ftrun.monitor.verdicts import CollectiveCall, OpenMessage, ProcessGroupView, group_text
+from ftrun.monitor.verdicts import (
+    RUNTIME,
+    CollectiveCall,
+    OpenMessage,
+    ProcessGroupView,
+    group_text,
+    is_in,
+    short,
+)
 
 SHOWN_CALLS = 8
 _MESSAGE = re.compile(r"(send|recv) \d+(?:->|<-)(\d+)$")
+
+
+class RecordedFrame(msgspec.Struct, frozen=True):
+    """One frame of the stack of a call."""
+
+    name: str
+    filename: str
+    line: int
 
 
 class RecordedCollective(msgspec.Struct, frozen=True):
@@ -50,6 +66,8 @@ class RecordedCollective(msgspec.Struct, frozen=True):
     op_id: int = 0
     time_discovered_completed_ns: int | None = None
     """When torch noticed its end, on the wall clock; 0 or None: it did not, as with gloo."""
+    frames: list[RecordedFrame] = []
+    """Stack of the call, the innermost frame first; only in torch's own pickles."""
 
     @property
     def group(self) -> str:
@@ -63,6 +81,12 @@ class RecordedCollective(msgspec.Struct, frozen=True):
     def sizes(self) -> str:
         shown = " ".join(str(sizes) if sizes else "scalar" for sizes in self.input_sizes[:4])
         return shown + (" ..." if len(self.input_sizes) > 4 else "")
+
+    @property
+    def place(self) -> str:
+        """Innermost frame of the user's code, `train.py:42 in step`; empty: not recorded."""
+        frames = (f"{one.filename}:{one.line} in {one.name}" for one in self.frames)
+        return next((short(one) for one in frames if not is_in(one, RUNTIME)), "")
 
     def is_over(self, *, has_states: bool) -> bool:
         """Whether the call has ended on this rank; `has_states` of its `RecorderSource`."""
@@ -88,6 +112,8 @@ class GroupConfig(msgspec.Struct, frozen=True):
 class Trace(msgspec.Struct, frozen=True):
     """One dump of one recorder."""
 
+    version: str = ""
+    """Of the format, such as `2.10`."""
     entries: tuple[RecordedCollective, ...] = ()
     pg_config: dict[str, GroupConfig] = {}
     pg_status: dict[int, GroupStatus] = {}
@@ -119,8 +145,9 @@ def call_text(one: RecordedCollective, *, now_ns: float) -> str:
     if one.is_over(has_states=False):
         end = "had left"
         end += f" for {max(0.0, (now_ns - over_ns) / 1e9):.1f} s" if over_ns else ""
+    at = f" at {one.place}" if one.place else ""
     return (
-        f"{one.op} #{seq:,} of {group_text(*one.process_group)}, which it had entered "
+        f"{one.op} #{seq:,} of {group_text(*one.process_group)}, which it had entered{at} "
         f"{_age_s(one, now_ns):.1f} s before it was read, and {end}"
     )
 

@@ -237,6 +237,9 @@ _DOES = {
 
 
 def _do_together(views: Sequence[RankView]) -> str:
+    dumped = {f"have{view.from_dump.removeprefix('has')}" for view in views if view.from_dump}
+    if dumped:
+        return " or ".join(sorted(dumped))
     phases = {view.phase for view in views if view.has_reported}
     if len(phases) == 1 and all(view.has_reported for view in views):
         return f"are in phase {phases.pop()}"
@@ -254,7 +257,7 @@ def _does(view: RankView, kind: VerdictKind) -> str:
         where = f" ({view.blocked_in})" if view.blocked_in else ""
         return f"hangs in the kernel{where}{at}"
     usual = "is still computing" if view.cpu >= COMPUTES else "has stopped making progress"
-    return f"{_DOES.get(kind, usual)}{at}"
+    return f"{_DOES.get(kind, view.from_dump or usual)}{at}"
 
 
 def _waiting_groups(
@@ -308,10 +311,12 @@ def _of_state(view: RankView, settings: HangConfig) -> list[str]:
     subject = f"rank {view.rank}"
     if view.is_finished:
         return [f"{subject} ended with exit code 0 after step {view.step:,}"]
+    notes = [f"{subject}: {note}" for note in view.recorder_notes]
+    if view.from_dump:
+        return notes
     found = [f"{subject} has made no step for {view.unresponsive_s:.1f} s (step {view.step:,})"]
     if view.process in ("T", "t"):
-        found.append(f"{subject}'s process is stopped (state {view.process})")
-        return [*found, *(f"{subject}: {note}" for note in view.recorder_notes)]
+        return [*found, f"{subject}'s process is stopped (state {view.process})", *notes]
     if view.process == "D":
         where = f" in {view.blocked_in}" if view.blocked_in else ""
         found.append(f"{subject}'s process is in an uninterruptible sleep (state D){where}")
@@ -331,7 +336,7 @@ def _of_state(view: RankView, settings: HangConfig) -> list[str]:
         found.append(f"{subject}: {view.child}")
     if view.place:
         found.append(f"{subject} is at {short(view.place)}")
-    return [*found, *(f"{subject}: {note}" for note in view.recorder_notes)]
+    return [*found, *notes]
 
 
 def _counter_evidence(view: RankView) -> list[str]:
@@ -371,10 +376,11 @@ def _not_left(waits: WaitGraph, node_of: Mapping[int, str]) -> Verdict:
     for rank in sorted(unread)[:_MANY]:
         evidence += [f"rank {rank}: {note}" for note in waits.views[rank].recorder_notes]
     nodes = nodes_of(sorted(members), node_of)
-    where = f"between nodes {', '.join(nodes)}" if len(nodes) > 1 else f"on node {nodes[0]}"
+    on = f" on node {nodes[0]}" if nodes else ""
+    where = f" between nodes {', '.join(nodes)}" if len(nodes) > 1 else on
     text = (
         f"all ranks have entered {call} and {ranks_text(ranks)} cannot leave it: a "
-        f"connection {where} carries no data"
+        f"connection{where} carries no data"
     )
     unknown = ""
     if unread:

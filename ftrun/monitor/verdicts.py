@@ -274,6 +274,11 @@ class RankView(msgspec.Struct, frozen=True):
     """How its messages differ from those of its earlier steps; empty: they do not."""
 
     @property
+    def from_dump(self) -> str:
+        """Empty: it was observed. See `DumpedRankView`."""
+        return ""
+
+    @property
     def waiting(self) -> tuple[ProcessGroupView, ...]:
         return tuple(one for one in self.groups if one.is_waiting)
 
@@ -311,6 +316,17 @@ class RankView(msgspec.Struct, frozen=True):
         """Innermost frame of the user's code; else the innermost frame."""
         own = (frame for frame in self.stack if not is_in(frame, RUNTIME))
         return next(own, self.stack[0] if self.stack else "")
+
+
+class DumpedRankView(RankView, frozen=True):
+    """A rank of which nothing is known but a dump of its recorder."""
+
+    state: str = ""
+    """What is known, such as "has no dump"; continues "rank 3 "."""
+
+    @property
+    def from_dump(self) -> str:
+        return self.state
 
 
 def is_in(frame: Frame, parts: tuple[str, ...]) -> bool:

@@ -49,6 +49,7 @@ def test_help_of_a_command_loads_little() -> None:
         *("ftrun.wire.transport.channel", "ftrun.config.run_spec"),
         *("ftrun.tools.checkpoints.command", "ftrun.tools.export.__main__"),
         *("ftrun.tools.checkpoints.convert", "ftrun.worker.process.startup"),
+        "ftrun.tools.explain.command",
     ],
 )
 def test_module_does_not_load_torch(module: str) -> None:

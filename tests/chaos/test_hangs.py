@@ -1,6 +1,14 @@
-"""Each kind of hang is diagnosed with its culprit, ended, and changes no bit of the result."""
+"""Each kind of hang is diagnosed with its culprit, ended, and changes no bit of the result.
 
+From the dumps of its incident alone, torch's analyzer and `ftrun explain` name the same rank.
+"""
+
+import importlib.util
+import json
 import re
+import shlex
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +31,16 @@ KINDS = {
     "gil": "GIL stuck",
     "spin": "busy loop",
     "lock": "hang in computation",
+    "stop": "frozen",
 }
+MISSING = {
+    "leave": r"missed FR dumps from ranks \(\{1\}\)",
+    "stop": r"missed FR dumps from ranks \(\{1\}\)",
+    "skip": r"missed FR dumps from ranks \(\{[02]",
+}
+"""What torch's analyzer says. Gloo aborts a rank after a skipped collective. That rank leaves no
+dump, and of the others the analyzer says that it cannot decide."""
+
 ALWAYS = ("sleep", "skip")
 """The others run with scripts/test --full."""
 
@@ -62,11 +79,45 @@ def test_the_culprit_is_named_and_the_result_is_that_of_a_quiet_run(
     assert [one["actions"] for one in closed] == [["kill", "respawn"]]
     assert closed[0]["verified"]["progress"]
     assert closed[0]["steps_lost"] <= 2
-    if how not in ("leave", "skip"):
+    if how not in ("leave", "skip", "stop"):
         assert "hanging_training.py" in verdict["text"], "the line of the script"
         stacks = {one["rank"]: one["stack"] for one in named[-1]["ranks"]}
         assert any("go_wrong" in frame for frame in stacks[CULPRIT])
     assert digests_of(run) == digests
+    dumps = analyzer_command(run, named[-1]["incident"])
+    explained = json.loads(of_ftrun(run, "explain", dumps[1], "--json"))["verdict"]
+    assert set(explained["culprits"]) >= {CULPRIT}
+    assert explained["culprits"] == [CULPRIT] or how == "skip", explained
+    if importlib.util.find_spec("torch.distributed.flight_recorder") is not None:  # torch 2.10
+        said = analyzed(dumps)
+        assert re.search(MISSING.get(how, r"missing ranks: \{1\}"), said), said
+
+
+def of_ftrun(run: Run, *words: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-m", "ftrun", *words], cwd=run.folder, env=run.variables, text=True,
+        capture_output=True, check=False, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def analyzer_command(run: Run, incident: int) -> list[str]:
+    """As `ftrun report` shows it; its second word is the folder of the dumps."""
+    shown = of_ftrun(run, "report", str(incident), "--run", run.run_id)
+    assert "The ranks' flight recorders: torchfrtrace " in shown, shown
+    return shlex.split(shown.partition("The ranks' flight recorders: ")[2])
+
+
+def analyzed(command: list[str]) -> str:
+    """What torch's analyzer says; the script of that name may not be on the path."""
+    code = "from torch.distributed.flight_recorder.fr_trace import main; main()"
+    done = subprocess.run(
+        [sys.executable, "-c", code, *command[1:]], text=True, capture_output=True, check=False,
+        timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout + done.stderr
 
 
 def digests_of(run: Run) -> list[str]:

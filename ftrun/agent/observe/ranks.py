@@ -33,8 +33,14 @@ from ftrun.agent.observe.evidence import BoundedReads
 from ftrun.agent.observe.introspection import RankStack, take_stack
 from ftrun.agent.observe.preflight import free_memory
 from ftrun.agent.observe.proc import ProcessState, SocketStats, process_facts, resident_bytes
-from ftrun.agent.observe.recorder import Recorded, RecorderReader, read_trace, with_messages
-from ftrun.agent.observe.recorder_dumps import remove_old_dumps, write_dumps
+from ftrun.agent.observe.recorder import (
+    GroupMemory,
+    Recorded,
+    RecorderReader,
+    read_trace,
+    with_messages,
+)
+from ftrun.agent.observe.recorder_dumps import DumpWriter, RankAnswer
 from ftrun.agent.observe.recorder_memory import newest_call
 from ftrun.config.profile import HangConfig
 from ftrun.events import ErrorLine
@@ -64,8 +70,8 @@ POLL_EVERY_S = 0.5
 LOGS_S = 1.0
 """Deadline for the logs of all ranks here; the views of a poll are published before."""
 
-DUMPS_S = 10.0
-"""Deadline for the dumps of all ranks here. Their files may be on a dead file system too."""
+_STUCK_S = 2.0
+"""A rank without a step for this time is dumped when it is killed."""
 
 QUICK_S = 0.2
 """Deadline for a rank's answer while the run is blocked."""
@@ -101,29 +107,6 @@ class _Memory:
     unmoved_since_s: float
 
 
-class _GroupMemory:
-    """Since when nothing has changed in each group of each rank."""
-
-    def __init__(self) -> None:
-        self._seen: dict[tuple[int, str], tuple[object, float]] = {}
-
-    def clear(self) -> None:
-        self._seen.clear()
-
-    def with_times(
-        self, rank: int, groups: Sequence[ProcessGroupView], now_s: float
-    ) -> tuple[ProcessGroupView, ...]:
-        found = []
-        for group in groups:
-            open_messages = tuple((one.op, one.peer, one.seq) for one in group.messages)
-            state = (group.waits_seq, group.entered, open_messages)
-            before, since_s = self._seen.get((rank, group.name), (state, now_s))
-            since_s = since_s if before == state else now_s
-            self._seen[rank, group.name] = state, since_s
-            found.append(msgspec.structs.replace(group, still_s=round(now_s - since_s, 2)))
-        return tuple(found)
-
-
 class RankObserver:
     """Observes the ranks of one agent."""
 
@@ -148,13 +131,10 @@ class RankObserver:
         self._unused_fds = unused_fds
         self._handles: list[WorkerHandle] = []
         self._memories: dict[int, _Memory] = {}
-        self._group_memory = _GroupMemory()
-        self._dumps = dumps
-        self._has_dumped = False
-        self._cleaned_for = -1
-        """Generation at whose start old dumps were removed."""
+        self._group_memory = GroupMemory()
         self._written_errors = written_errors
         self._reads = BoundedReads()
+        self._dumps = DumpWriter(dumps, self._reads)
         self._errors: dict[int, tuple[ErrorLine, ...]] = {}
         """By rank; of this hang."""
         self._deadlines_read = 0
@@ -179,12 +159,37 @@ class RankObserver:
         self.views, self.sample = (), None
         self._sampler = Sampler()
         self._readers = {}
+        self._dumps.reset()
         self._handles = handles
 
     def examine(self, handles: list[WorkerHandle]) -> None:
         """Read the last calls of all ranks quickly, because some of them have failed."""
         self._handles = []
-        self.views = tuple(_last_calls(handle, self._reader(handle)) for handle in handles)
+        found = [_last_calls(handle, self._reader(handle)) for handle in handles]
+        self.views = tuple(view for view, _ in found)
+        if handles:
+            self._dumps.keep(handles[0].slot.request.generation, [answer for _, answer in found])
+
+    def keep_calls(self, handles: list[WorkerHandle]) -> None:
+        """Keep the calls of ranks that make no steps and are killed, for their dumps.
+
+        A stopped rank is killed before a hang is suspected, and it may be on another node.
+        """
+        now_s, answers = clock.now_s(), list[RankAnswer]()
+        if self._dumps.is_written:
+            return
+        for handle in handles:
+            facts = process_facts(handle.pid) if handle.child.status is None else None
+            is_stopped = facts is None or facts.state in ("T", "t")
+            if is_stopped or self._unresponsive_s(handle, now_s) < _STUCK_S:
+                continue
+            if clock.now_s() - now_s > QUICK_S:
+                break
+            page = handle.slot.page
+            data = self._reader(handle).calls(page, deadline_s=QUICK_S)
+            answers.append(RankAnswer(handle.slot.rank, data, page.groups, clock.wall_s()))
+        if answers:
+            self._dumps.keep(handles[0].slot.request.generation, answers)
 
     def close(self) -> None:
         self._ended.set()
@@ -210,12 +215,14 @@ class RankObserver:
                 while True:
                     os.close(self._unused_fds.get_nowait())
             last_s = clock.now_s()
+        self._dumps.write_kept()
 
     def _poll(self) -> None:
+        self._dumps.write_kept()
         handles = self._handles
         if not handles:
             return
-        self._clean(handles[0].slot.request.generation)
+        self._dumps.clean(handles[0].slot.request.generation)
         on_device = self._sampler.on_device
         for trouble in self._devices.poll(clock.now_s(), on_device=on_device):
             self.troubles.put(trouble)
@@ -235,28 +242,20 @@ class RankObserver:
         if unresponsive_s < deadlines.sample_s:
             self._memories.clear()
             self._group_memory.clear()
-            self._has_dumped = False
             self._errors, self._deadlines_read = {}, 0
             sample = self._sampler.take(handles)
             if handles is self._handles:
                 self.views = ()
                 self.sample = sample or self.sample
+            self._dumps.reset()
             return
         connections = self._sampler.connections(handles)
         views = tuple(self._view(one, connections.get(one.pid, ())) for one in handles)
         if handles is self._handles:
             self.views = views
         self._read_errors(handles, deadlines.number(unresponsive_s + 2 * POLL_EVERY_S))
-        if unresponsive_s >= deadlines.suspect_after_s and not self._has_dumped:
-            self._has_dumped = True
-            folder = self._dumps / str(handles[0].slot.request.generation)
-            ranks = [(handle, self._reader(handle)) for handle in handles]
-            self._reads.result(lambda: write_dumps(folder, ranks), DUMPS_S)
-
-    def _clean(self, generation: int) -> None:
-        if self._cleaned_for != generation:
-            self._cleaned_for = generation
-            self._reads.result(lambda: remove_old_dumps(self._dumps, generation), LOGS_S)
+        if unresponsive_s >= deadlines.suspect_after_s:
+            self._dumps.write([(handle, self._reader(handle)) for handle in handles])
 
     def _unresponsive_s(self, handle: WorkerHandle, now_s: float) -> float:
         page = handle.slot.page
@@ -372,16 +371,18 @@ def _first_step_s(page: SharedPage) -> float:
     return min(_MOST_FIRST_S, max(0.0, (first_ns - began_ns) / 1e9)) if began_ns else 0.0
 
 
-def _last_calls(handle: WorkerHandle, reader: RecorderReader) -> RankView:
+def _last_calls(handle: WorkerHandle, reader: RecorderReader) -> tuple[RankView, RankAnswer]:
     """The last calls: of a running rank from its server, of a failed one from its stack file."""
     page, slot = handle.slot.page, handle.slot
     groups: tuple[ProcessGroupView, ...] = ()
+    data = b""
     if handle.child.status is None:
-        groups = reader.read(page, deadline_s=QUICK_S).groups
-    elif trace := parse_trace(left_calls(slot.stack_fd)):
+        recorded = reader.read(page, deadline_s=QUICK_S)
+        groups, data = recorded.groups, recorded.answer
+    if not groups and (trace := parse_trace(data := left_calls(slot.stack_fd))):
         source, now_ns = RecorderSource(page.groups), clock.wall_s() * 1e9
         groups = recorded_groups(trace, source, now_ns=now_ns).views
-    return RankView(
+    view = RankView(
         rank=slot.rank,
         pid=handle.pid,
         process="" if handle.child.status is not None else "S",
@@ -390,6 +391,7 @@ def _last_calls(handle: WorkerHandle, reader: RecorderReader) -> RankView:
         is_finished=handle.child.status == 0,
         groups=groups,
     )
+    return view, RankAnswer(slot.rank, data, page.groups, clock.wall_s())
 
 
 SAMPLE_EVERY_S = 1.0

@@ -77,6 +77,8 @@ class Recorded:
     notes: tuple[str, ...] = ()
     message_counts: tuple[MessageCount, ...] = ()
     left_order: str = ""
+    answer: bytes = b""
+    """JSON of the recorder of gloo; empty: it was not read. Of a device torch writes a dump."""
 
 
 def with_messages(recorded: Recorded, page: SharedPage, *, is_stopped: bool) -> Recorded:
@@ -93,6 +95,29 @@ def with_messages(recorded: Recorded, page: SharedPage, *, is_stopped: bool) -> 
         message_counts=message_counts(messages, groups),
         left_order=left_order(messages, page.get(HeartbeatField.STEP)),
     )
+
+
+class GroupMemory:
+    """Since when nothing has changed in each group of each rank."""
+
+    def __init__(self) -> None:
+        self._seen: dict[tuple[int, str], tuple[object, float]] = {}
+
+    def clear(self) -> None:
+        self._seen.clear()
+
+    def with_times(
+        self, rank: int, groups: Sequence[ProcessGroupView], now_s: float
+    ) -> tuple[ProcessGroupView, ...]:
+        found = []
+        for group in groups:
+            open_messages = tuple((one.op, one.peer, one.seq) for one in group.messages)
+            state = (group.waits_seq, group.entered, open_messages)
+            before, since_s = self._seen.get((rank, group.name), (state, now_s))
+            since_s = since_s if before == state else now_s
+            self._seen[rank, group.name] = state, since_s
+            found.append(msgspec.structs.replace(group, still_s=round(now_s - since_s, 2)))
+        return tuple(found)
 
 
 class RecorderReader:
@@ -118,6 +143,18 @@ class RecorderReader:
         finally:
             self._lock.release()
 
+    def calls(self, page: SharedPage, *, deadline_s: float) -> bytes:
+        """JSON of the recorder of gloo; empty: no answer, or its collectives are on a device."""
+        is_on_device = bool(decode_backends(page.backends).device_backend)
+        if is_on_device or not page.get(HeartbeatField.HAS_SERVER):
+            return b""
+        if not self._lock.acquire(timeout=deadline_s):
+            return b""
+        try:
+            return self._of_gloo(page, deadline_s)
+        finally:
+            self._lock.release()
+
     def dump(self, page: SharedPage) -> bytes | None:
         """A pickle of the recorder of the device, or else the JSON of the others; None: neither."""
         if not page.get(HeartbeatField.HAS_SERVER):
@@ -133,7 +170,8 @@ class RecorderReader:
         device = self._of_device(page, backends, deadline_s) if backends.device_backend else None
         if device is not None and "gloo" not in backends.by_device.values():
             return device
-        trace = self._of_gloo(page, deadline_s)
+        answer = self._of_gloo(page, deadline_s)
+        trace = parse_trace(answer)
         notes: tuple[str, ...] = ()
         if trace is None and self._handlers and _PLAIN not in self._handlers:
             notes = (_NOT_WRITTEN,)
@@ -141,30 +179,31 @@ class RecorderReader:
         if trace is not None:
             found = recorded_groups(trace, RecorderSource(page.groups), now_ns=clock.wall_s() * 1e9)
         if device is None:
-            return Recorded(found.views, found.is_complete, notes)
+            return Recorded(found.views, found.is_complete, notes, answer=answer)
         # Both backends count on their own, under the same name of the group.
         gloo = [msgspec.structs.replace(one, name=f"{one.name} gloo") for one in found.views]
         return Recorded((*device.groups, *gloo), device.is_complete, (*device.notes, *notes))
 
-    def _of_gloo(self, page: SharedPage, deadline_s: float) -> Trace | None:
+    def _of_gloo(self, page: SharedPage, deadline_s: float) -> bytes:
+        """The trace as JSON; empty: no answer."""
         try:
             self._handlers = self._handlers or handlers(self._path, deadline_s)
+            if _PLAIN in self._handlers:
+                return _ask(self._path, _PLAIN, deadline_s)
         except OSError:
-            return None
-        if _PLAIN in self._handlers:
-            return read_trace(self._path, deadline_s=deadline_s)
+            return b""
         return self._written(page, deadline_s)
 
-    def _written(self, page: SharedPage, deadline_s: float) -> Trace | None:
-        """The trace that a thread of the rank writes on request; None: not within the deadline."""
+    def _written(self, page: SharedPage, deadline_s: float) -> bytes:
+        """The trace that a thread of the rank writes on request; empty: not in time."""
         number = page.get(HeartbeatField.CALLS_ASKED) + 1
         page.set(HeartbeatField.CALLS_ASKED, number)
         until_s = clock.now_s() + deadline_s
         while page.get(HeartbeatField.CALLS_WRITTEN) != number:
             if clock.now_s() >= until_s:
-                return None
+                return b""
             clock.sleep(0.01)
-        return parse_trace(left_calls(self._stack_fd))
+        return left_calls(self._stack_fd)
 
     def _of_device(self, page: SharedPage, backends: Backends, deadline_s: float) -> Recorded:
         if self._is_unanswered:
@@ -284,10 +323,10 @@ def handlers(path: str, deadline_s: float) -> frozenset[str]:
     return frozenset(str(one) for one in found) if isinstance(found, list) else frozenset()
 
 
-def read_trace(path: str, *, deadline_s: float = RECORDER_S) -> Trace | None:
+def read_trace(path: str) -> Trace | None:
     """The trace of a rank's recorder that queries no device; None if it does not answer."""
     try:
-        return parse_trace(_ask(path, _PLAIN, deadline_s))
+        return parse_trace(_ask(path, _PLAIN, RECORDER_S))
     except OSError:
         return None
 

@@ -1,10 +1,10 @@
-"""Dumps of the flight recorders for torch's own analyzer, their reader, and the variables.
+"""Dumps of the flight recorders for torch's own analyzer, and the variables.
 
-Runs in the thread of the rank observer. `torchfrtrace FOLDER -p rank_` compares the files
-`rank_<R>` in the folder of a generation.
+Runs in the thread of the rank observer. `torchfrtrace FOLDER -p rank_ --allow-incomplete-ranks`
+compares the files `rank_<R>` in the folder of a generation; a stopped rank has none.
 
-Rule 1: a pickle may name any code. It is read here only, by an unpickler that refuses every name.
-        What a rank sends as a pickle is written as it is, and the agent does not read it.
+Rule 1: a pickle may name any code. What a rank sends as a pickle is written as it is, and the agent
+        does not read it; `ftrun.tools.explain.dumps` does.
 Rule 2: the analyzer fails on a dump without groups (torch's own of gloo), so they are taken from
         the rank's page.
 Rule 3: variables that the user has set stay. TORCH_FR_BUFFER_SIZE overrides
@@ -16,19 +16,21 @@ Rule 3: variables that the user has set stay. TORCH_FR_BUFFER_SIZE overrides
 import json
 import os
 import pickle  # noqa: TID251 - the format of torch's dumps; see rule 1
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
-from typing import Any
+from queue import Empty, SimpleQueue
+from typing import NamedTuple
 
+from ftrun import clock
 from ftrun.agent.launch.warm_start import WorkerHandle
+from ftrun.agent.observe.evidence import BoundedReads
 from ftrun.agent.observe.proc import process_facts
 from ftrun.agent.observe.recorder import RECORDER_S, RecorderReader, may_query_device
-from ftrun.monitor.flight_recorder import Trace, trace_of
 from ftrun.monitor.page_values import decode_groups
 from ftrun.wire.shared_memory.pages import HeartbeatField
 
-MAX_DUMP_BYTES = 64 << 20
 PREFIX = "rank_"
 
 RECORDED_CALLS = 128
@@ -37,6 +39,11 @@ RECORDED_CALLS = 128
 RECORDED_ON_DEVICE = 2000
 """Number of collectives in NCCL's recorder, which is not read while ranks make steps. Torch 2.8 to
 2.10 record nothing without a size."""
+
+DUMPS_S = 10.0
+"""Deadline for the dumps of all ranks here. Their files may be on a dead file system too."""
+
+_CLEAN_S = 1.0
 
 DUMPS = "fr"
 """Folder of dumps below the logs of a node, with a folder for each generation."""
@@ -49,38 +56,6 @@ _FILES = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
 PIPE = "TORCH_NCCL_DEBUG_INFO_PIPE_FILE"
 PIPE_STEM = "recorder_"
 _DEVICES = ("dev/nvidia[0-9]*", "dev/kfd")
-
-
-class _PlainUnpickler(pickle.Unpickler):
-    """Reads plain values only."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        raise pickle.UnpicklingError(f"the dump names {module}.{name}, which is not plain data")
-
-    def persistent_load(self, pid: Any) -> Any:
-        raise pickle.UnpicklingError("the dump refers to an object outside of it")
-
-
-def read_dump(path: Path) -> Trace:
-    """Read a dump.
-
-    Raises:
-        ValueError: it is too large, or no dump of plain values.
-        OSError: it cannot be read.
-    """
-    if path.stat().st_size > MAX_DUMP_BYTES:
-        raise ValueError(f"{path} is larger than {MAX_DUMP_BYTES >> 20} MiB")
-    try:
-        with path.open("rb") as file:
-            found = _PlainUnpickler(file).load()
-    except (OSError, MemoryError):
-        raise
-    except Exception as error:  # a torn pickle raises errors of any type
-        raise ValueError(f"{path} is no dump of plain values: {error}") from error
-    trace = trace_of(found)
-    if trace is None:
-        raise ValueError(f"{path} is no dump of a flight recorder")
-    return trace
 
 
 def write_dumps(folder: Path, ranks: Iterable[tuple[WorkerHandle, RecorderReader]]) -> int:
@@ -99,9 +74,70 @@ def write_dumps(folder: Path, ranks: Iterable[tuple[WorkerHandle, RecorderReader
         data = reader.dump(page)
         with suppress(OSError, ValueError):
             if data is not None:
-                _write(folder, rank, as_pickle(data, page.groups))
+                _write(folder, rank, as_pickle(data, page.groups), read_s=clock.wall_s())
                 count += 1
     return count
+
+
+class RankAnswer(NamedTuple):
+    """What the recorder of a rank has said when another rank failed."""
+
+    rank: int
+    data: bytes
+    """JSON; empty: it has said nothing."""
+    groups: str
+    """As on the page."""
+    read_s: float
+    """When, on the wall clock: the time of the file, by which a dump belongs to an incident."""
+
+
+class DumpWriter:
+    """Writes the dumps of this node: once in a hang, and when a rank has failed."""
+
+    def __init__(self, folder: Path, reads: BoundedReads) -> None:
+        """`folder` gets a folder for each generation, in `reads`: its file system may be dead."""
+        self._folder = folder
+        self._reads = reads
+        self.is_written = False
+        """Dumps of the hang or stop of now."""
+        self._cleaned_for = -1
+        """Generation at whose start old dumps were removed."""
+        self._kept: SimpleQueue[tuple[int, list[RankAnswer]]] = SimpleQueue()
+
+    def keep(self, generation: int, answers: list[RankAnswer]) -> None:
+        """In the main thread: keep what `write_kept` writes, while the failure is handled."""
+        if not self.is_written:  # dumps of a hang also have the ranks that are killed now
+            self._kept.put((generation, answers))
+
+    def write_kept(self) -> None:
+        with suppress(Empty):
+            while True:
+                generation, answers = self._kept.get_nowait()
+                folder = self._folder / str(generation)
+                self._reads.result(partial(write_answers, folder, answers), DUMPS_S)
+
+    def write(self, ranks: Sequence[tuple[WorkerHandle, RecorderReader]]) -> None:
+        """Write all dumps; later calls do nothing until `reset`."""
+        if not self.is_written:
+            self.is_written = True
+            folder = self._folder / str(ranks[0][0].slot.request.generation)
+            self._reads.result(partial(write_dumps, folder, ranks), DUMPS_S)
+
+    def reset(self) -> None:
+        """All ranks make steps again."""
+        self.is_written = False
+
+    def clean(self, generation: int) -> None:
+        """Remove old dumps, once in a generation."""
+        if self._cleaned_for != generation:
+            self._cleaned_for = generation
+            self._reads.result(partial(remove_old_dumps, self._folder, generation), _CLEAN_S)
+
+
+def write_answers(folder: Path, answers: Iterable[RankAnswer]) -> None:
+    for one in answers:
+        with suppress(OSError, ValueError):
+            _write(folder, one.rank, as_pickle(one.data, one.groups), read_s=one.read_s)
 
 
 def as_pickle(dump: bytes, groups: str) -> bytes:
@@ -137,10 +173,11 @@ def ask_by_pipe(prefix: str, rank: int) -> bool:
     return False
 
 
-def _write(folder: Path, rank: int, data: bytes) -> None:
+def _write(folder: Path, rank: int, data: bytes, *, read_s: float) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     part = folder / f".{PREFIX}{rank}"
     part.write_bytes(data)
+    os.utime(part, (read_s, read_s))
     part.rename(folder / f"{PREFIX}{rank}")
 
 

@@ -138,10 +138,11 @@ def _collect_dumps(folder: Path, incident: IncidentFacts) -> str:
         if incident.began_t_s <= at_t_s <= end_t_s:
             with suppress(OSError):
                 found.mkdir(parents=True, exist_ok=True)
-                shutil.copyfile(dump, found / dump.name)
+                shutil.copy2(dump, found / dump.name)
     if not found.is_dir():
         return ""
-    return shlex.join(["torchfrtrace", str(found), "-p", "rank_"])
+    # A rank that has ended or is stopped has no dump.
+    return shlex.join(["torchfrtrace", str(found), "-p", "rank_", "--allow-incomplete-ranks"])
 
 
 # --- files of a run ---------------------------------------------------------------------------

@@ -355,12 +355,14 @@ def _without_wrappers(trace: TracebackType) -> TracebackType:
     """Remove the frames through which ftrun observes calls of torch."""
     at: TracebackType | None = trace
     while at is not None:
-        while (
-            after := at.tb_next
-        ) and after.tb_frame.f_code.co_filename == message_record.__file__:
-            at.tb_next = after.tb_next
+        while (inner := at.tb_next) and _is_wrapper(inner):
+            at.tb_next = inner.tb_next
         at = at.tb_next
     return trace
+
+
+def _is_wrapper(trace: TracebackType) -> bool:
+    return trace.tb_frame.f_code.co_filename == message_record.__file__
 
 
 class _AfterTorch(importlib.abc.MetaPathFinder):

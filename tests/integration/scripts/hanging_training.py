@@ -7,6 +7,7 @@ what HOW says; later generations have no fault.
 import ctypes
 import hashlib
 import os
+import signal
 import sys
 import threading
 import time
@@ -39,6 +40,8 @@ def go_wrong() -> bool:
     elif HOW == "spin":
         while True:
             pass
+    elif HOW == "stop":
+        os.kill(os.getpid(), signal.SIGSTOP)
     elif HOW == "leave":
         os._exit(0)
     return HOW == "skip"

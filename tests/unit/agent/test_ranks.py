@@ -1,11 +1,13 @@
 """Observations of ranks that make no steps: times without a change, and their logs."""
 
 import os
+import pickle
+import signal
 import socket
 import subprocess
 import threading
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from queue import SimpleQueue
 
@@ -15,7 +17,7 @@ from msgspec.structs import replace
 from ftrun import clock
 from ftrun.agent.launch.process import ChildProcess
 from ftrun.agent.launch.warm_start import LaunchSlot, WorkerHandle
-from ftrun.agent.observe import ranks
+from ftrun.agent.observe import ranks, recorder_dumps
 from ftrun.agent.observe.ranks import RankObserver, _GroupMemory
 from ftrun.config.profile import HangConfig
 from ftrun.events import ErrorLine
@@ -127,20 +129,52 @@ def answer(listener: socket.socket) -> None:
                 link.sendall(size.encode() + body)
 
 
-def test_dumps_on_a_dead_file_system_delay_the_views_once(
-    handle: WorkerHandle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(ranks, "DUMPS_S", 0.1)
+@contextmanager
+def server(handle: WorkerHandle, folder: Path) -> Iterator[None]:
+    """A server of the rank, below a path of its own."""
     handle.slot.page.set(HeartbeatField.HAS_SERVER, 1)
-    request = replace(handle.slot.request, rank_socket=str(tmp_path / "socket"))
+    request = replace(handle.slot.request, rank_socket=str(folder / "socket"))
     handle.slot = LaunchSlot(request, handle.slot.page)
-    part = tmp_path / "0" / ".rank_1"
-    part.parent.mkdir()
-    os.mkfifo(part)  # without a reader, an open for writing hangs
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(request.rank_socket)
         listener.listen()
         threading.Thread(target=answer, args=[listener], daemon=True).start()
+        yield
+        listener.shutdown(socket.SHUT_RDWR)
+
+
+def test_ranks_that_wait_for_a_stopped_rank_of_another_node_are_dumped_when_they_are_killed(
+    handle: WorkerHandle, tmp_path: Path
+) -> None:
+    dump = tmp_path / "0" / "rank_1"
+    with server(handle, tmp_path):
+        observer = RankObserver(SimpleQueue(), HangConfig(), tmp_path, lambda _: ())
+        for for_s, is_dumped in ((0.5, False), (4.0, True), (11.0, False)):
+            observer.observe([handle])
+            hang(observer, handle, for_s)
+            dump.unlink(missing_ok=True)  # of the hang of 11 s, which stays the only one
+            observer.keep_calls([handle])
+            assert not dump.exists(), "a kill waits for no file"
+            observer._poll()
+            assert dump.exists() is is_dumped
+            assert not is_dumped or pickle.loads(dump.read_bytes())["entries"] == []
+        observer.observe([handle])
+        hang(observer, handle, 4.0)
+        os.kill(handle.pid, signal.SIGSTOP)
+        os.waitid(os.P_PID, handle.pid, os.WSTOPPED)
+        observer.keep_calls([handle])
+        observer._poll()
+        assert not dump.exists(), "a stopped rank does not answer"
+
+
+def test_dumps_on_a_dead_file_system_delay_the_views_once(
+    handle: WorkerHandle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recorder_dumps, "DUMPS_S", 0.1)
+    part = tmp_path / "0" / ".rank_1"
+    part.parent.mkdir()
+    os.mkfifo(part)  # without a reader, an open for writing hangs
+    with server(handle, tmp_path):
         observer = RankObserver(SimpleQueue(), HangConfig(), tmp_path, lambda _: ())
         observer.observe([handle])
         for for_s in (9.0, 9.5, 119.5):
@@ -148,4 +182,3 @@ def test_dumps_on_a_dead_file_system_delay_the_views_once(
             assert observer.views[0].unresponsive_s >= for_s
         assert not (part.parent / "rank_1").exists()
         assert part.read_bytes(), "the thread continues when the file system answers"
-        listener.shutdown(socket.SHUT_RDWR)

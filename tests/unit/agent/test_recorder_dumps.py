@@ -1,4 +1,4 @@
-"""Dumps that torch's own analyzer reads, and a reader that runs no code of a dump."""
+"""Dumps that torch's own analyzer reads."""
 
 import importlib.util
 import json
@@ -11,14 +11,22 @@ from typing import Any
 
 import pytest
 
+from ftrun.agent.launch.process import ChildProcess
+from ftrun.agent.launch.warm_start import LaunchSlot, WorkerHandle
 from ftrun.agent.observe import recorder_dumps
+from ftrun.agent.observe.evidence import BoundedReads
+from ftrun.agent.observe.recorder import RecorderReader
 from ftrun.agent.observe.recorder_dumps import (
+    DumpWriter,
+    RankAnswer,
     as_pickle,
     ask_by_pipe,
     has_nccl_devices,
-    read_dump,
     recorder_variables,
 )
+from ftrun.ids import Generation, Rank
+from ftrun.wire.shared_memory.pages import SharedPage, create_page
+from tests.launch_requests import launch_request
 
 ENTRY = {
     "record_id": 0, "pg_id": 0, "process_group": ["0", "default_pg"], "collective_seq_id": 1,
@@ -53,13 +61,14 @@ def test_the_analyzer_of_torch_names_the_rank_that_is_missing(tmp_path: Path) ->
     assert "missing ranks: {1}" in done.stdout + done.stderr
 
 
-def test_a_dump_is_read_back(tmp_path: Path) -> None:
-    path = tmp_path / "rank_0"
-    path.write_bytes(as_pickle(dumped(entries=[ENTRY]), "0=0,1 7=1"))
-    trace = read_dump(path)
-    assert [one.profiling_name for one in trace.entries] == ["gloo:all_reduce"]
-    assert {name: one.ranks for name, one in trace.pg_config.items()} == {"0": "[0, 1]", "7": "[1]"}
-    assert trace.pg_config["0"].desc == "0"
+def test_the_groups_of_gloo_are_those_of_the_page() -> None:
+    found = pickle.loads(as_pickle(dumped(entries=[ENTRY]), "0=0,1 7=1"))
+    assert found["entries"] == [ENTRY]
+    assert {name: one["ranks"] for name, one in found["pg_config"].items()} == {
+        "0": "[0, 1]",
+        "7": "[1]",
+    }
+    assert found["pg_config"]["0"]["desc"] == "0"
 
 
 def test_a_known_group_and_a_pickle_stay_as_they_are() -> None:
@@ -71,40 +80,6 @@ def test_a_known_group_and_a_pickle_stay_as_they_are() -> None:
     for wrong in (b"[]", b"not json"):
         with pytest.raises(ValueError, match=r"no dump|Expecting value"):
             as_pickle(wrong, "")
-
-
-class _Named:
-    def __reduce__(self) -> tuple[Any, tuple[str]]:
-        return os.system, ("touch harmful",)
-
-
-class _Persistent(pickle.Pickler):
-    def persistent_id(self, value: Any) -> Any:
-        return "outside" if value == "refer" else None
-
-
-@pytest.mark.parametrize(
-    "kind", ["names os.system", "refers", "torn", "no dump", "too large", "calls a number"]
-)
-def test_a_dump_that_is_more_than_plain_values_is_refused(
-    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    path = tmp_path / "rank_0"
-    if kind == "refers":
-        with path.open("wb") as file:
-            _Persistent(file).dump({"entries": "refer"})
-    else:
-        value = {"names os.system": {"entries": _Named()}, "no dump": [1]}.get(kind, {"a": "b" * 9})
-        path.write_bytes(pickle.dumps(value)[: 9 if kind == "torn" else None])
-    if kind == "calls a number":
-        path.write_bytes(b"\x80\x02K\x01)R.")
-    if kind == "too large":
-        monkeypatch.setattr(recorder_dumps, "MAX_DUMP_BYTES", 8)
-    with pytest.raises(ValueError, match="rank_0 is ") as raised:
-        read_dump(path)
-    assert ("posix.system" in str(raised.value)) == (kind == "names os.system")
-    assert not (tmp_path / "harmful").exists()
 
 
 def test_of_ended_generations_the_last_dumps_stay_and_nothing_else(tmp_path: Path) -> None:
@@ -123,6 +98,38 @@ def test_of_ended_generations_the_last_dumps_stay_and_nothing_else(tmp_path: Pat
     assert os.listdir(tmp_path / "1") == ["own"], "a file of the user stays, with its folder"
     assert (tmp_path / "57" / "rank_0").exists()
     assert (tmp_path / "notes").exists()
+
+
+def test_after_a_failure_the_answers_are_written_once_and_not_over_those_of_a_hang(
+    tmp_path: Path,
+) -> None:
+    writer = DumpWriter(tmp_path, BoundedReads())
+    whole = RankAnswer(0, dumped(entries=[ENTRY]), "0=0,1", 7e8)
+    answers = [whole, RankAnswer(1, b"", "0=0,1", 7e8)]
+    writer.keep(3, answers)
+    assert not any(tmp_path.iterdir()), "the main thread does not wait for a file"
+    writer.write_kept()
+    assert os.listdir(tmp_path / "3") == ["rank_0"], "rank 1 has said nothing"
+    assert (tmp_path / "3" / "rank_0").stat().st_mtime == 7e8, "its incident may be over by now"
+    writer.keep(4, answers)
+    writer.write_kept()
+    assert (tmp_path / "4" / "rank_0").exists()
+    writer.write([(handle(generation=5), RecorderReader(""))])
+    writer.keep(5, answers)
+    writer.write_kept()
+    assert not (tmp_path / "5").exists(), "the dumps of the hang stay as they are"
+    writer.reset()
+    writer.keep(5, answers)
+    writer.write_kept()
+    assert (tmp_path / "5" / "rank_0").exists()
+
+
+def handle(*, generation: int) -> WorkerHandle:
+    """Of a rank that has ended."""
+    request = launch_request(rank=Rank(0), generation=Generation(generation))
+    child = ChildProcess(os.getpid(), "rank 0")
+    child.status = 1
+    return WorkerHandle(0, child, LaunchSlot(request, SharedPage(create_page("page"))), "fresh")
 
 
 def test_one_byte_into_the_pipe(tmp_path: Path) -> None:

@@ -214,6 +214,16 @@ def test_the_end_of_the_newest_completed_collective_is_known_if_it_was_noticed()
             "send 0->1 #3 of group desc 0, which it had entered 2.0 s before it was read, and "
             "had not left",
         ),
+        (
+            {
+                "frames": [
+                    {"name": "all_reduce", "filename": "/x/torch/distributed/c10d.py", "line": 9},
+                    {"name": "step", "filename": "/home/me/train.py", "line": 42},
+                ]
+            },
+            "all_reduce #1,005 of group desc 0, which it had entered at train.py:42 in step 2.0 s "
+            "before it was read, and had not left",
+        ),
     ],
 )
 def test_a_call_in_words(changes: dict[str, object], text: str) -> None:

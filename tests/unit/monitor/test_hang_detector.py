@@ -12,6 +12,7 @@ from ftrun.monitor.hang_detector import find_hang
 from ftrun.monitor.verdicts import (
     CollectiveCall,
     Confidence,
+    DumpedRankView,
     ProcessGroupView,
     RankView,
     Verdict,
@@ -407,3 +408,37 @@ def test_the_last_collective_of_a_stopped_rank_is_evidence() -> None:
     found = judged({0: waiting(0), 1: frozen, 2: waiting(2), 3: waiting(3)})
     assert (found.kind, found.culprits) == (VerdictKind.FROZEN, (1,))
     assert found.evidence[-1] == f"rank 1: {note}"
+
+
+# --- only dumps are known ---------------------------------------------------------------------
+
+
+def dumped(rank: int, state: str, *, waits: bool = False) -> DumpedRankView:
+    group = ProcessGroupView("0", "dp", (0, 1, 2), (CollectiveCall(4, "all_reduce"),), 4, 9.0)
+    return DumpedRankView(
+        rank, 0, "", 0, 0.0, groups=(group,) if waits else (), recorder_notes=("a note",),
+        state=state,
+    )  # fmt: skip
+
+
+def test_of_a_dump_no_steps_and_no_stacks_are_stated() -> None:
+    views: dict[int, RankView] = {
+        0: dumped(0, "has made no further call", waits=True),
+        1: dumped(1, "has made no further call"),
+        2: dumped(2, "has no dump"),
+    }
+    found = find_hang(views, {}, SETTINGS, limit_s=0.0)
+    assert found is not None
+    assert (found.culprits, found.confidence) == ((1, 2), Confidence.LIKELY)
+    assert found.text == (
+        "ranks 1 and 2 have made no further call or have no dump, and rank 0 waits in "
+        "all_reduce #4 of group dp"
+    )
+    assert found.evidence[-2:] == ("rank 1: a note", "rank 2: a note")
+    assert not any("step" in one for one in found.evidence)
+    del views[2]
+    views[1] = replace(views[1], groups=views[0].groups)
+    views[2] = dumped(2, "has made no further call", waits=True)
+    found = find_hang(views, {}, SETTINGS, limit_s=0.0)
+    assert found is not None
+    assert found.text.endswith("cannot leave it: a connection carries no data"), "no node is known"

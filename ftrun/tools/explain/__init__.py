@@ -1,0 +1,1 @@
+"""`ftrun explain`: the verdict on a hang, from dumps of torch's flight recorders alone."""
