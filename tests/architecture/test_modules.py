@@ -15,7 +15,7 @@ MODULES = sorted(PACKAGE.rglob("*.py"))
 MAX_MODULE_LINES = 500
 MAX_FOLDER_MODULES = 12
 BUDGETS = {
-    "agent": 15_950, "cli": 4_600, "config": 900, "erasure": 1_200, "integrations": 1_500,
+    "agent": 16_450, "cli": 4_650, "config": 900, "erasure": 1_200, "integrations": 1_500,
     "membership": 5_100, "monitor": 4_650, "network": 3_250, "records": 750, "recovery": 3_900,
     "sharding": 3_600, "smp": 13_900, "snapshot": 2_250, "tools": 13_750, "wire": 5_750,
     "worker": 14_350, "ftrun": 1_700,
