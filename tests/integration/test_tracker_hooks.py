@@ -21,7 +21,9 @@ from ftrun.records.incidents import IncidentClosed, IncidentVerification
 PAGE = Path(__file__).parents[2] / "docs" / "frameworks.md"
 SCRIPTS = {
     text.splitlines()[0].removeprefix("# incident_to_").removesuffix(".py"): text
-    for text in re.findall(r"^```python\n(# incident_to_.*?)^```", PAGE.read_text(), re.M | re.S)
+    for text in re.findall(
+        r"^```python\n(# incident_to_.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL
+    )
 }
 CLOSED = IncidentClosed(
     "rank 1 was killed", 3, "crash", (1,), (), IncidentVerification(progress=True, loss="none"),

@@ -3,8 +3,8 @@
 Runs in:  agent, a thread of its own; `take` runs in any thread that writes the journal.
 Takes in: journal records of the leader; the published status.
 Gives:    exports through `ftrun.agent.publish.otlp`, the only module that imports opentelemetry.
-Survives: a collector that is unreachable, slow or wrong, and a missing library: each is a `hook_failed`
-          line and a warning, and the run continues.
+Survives: a collector that is unreachable, slow or wrong, and a missing library. Each is a
+          `hook_failed` line and a warning, and the run continues.
 
 Rule 1: the thread alone imports the library and waits for the collector. The queue is bounded.
 Rule 2: phases of one incident follow each other without a gap from the fault to the next step.
