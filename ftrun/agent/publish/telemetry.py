@@ -30,9 +30,9 @@ from ftrun.records.incidents import (
     SuspicionRaised,
     VerdictRecord,
 )
+from ftrun.records.membership import BallotStarted
 from ftrun.records.recovery import DowntimeRecord
 from ftrun.records.run import HookFailed
-from ftrun.recovery.lifecycle import LifecycleState
 
 ENDPOINTS = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT",
              "OTEL_EXPORTER_OTLP_METRICS_ENDPOINT")  # fmt: skip
@@ -40,10 +40,10 @@ INTERVAL = "OTEL_METRIC_EXPORT_INTERVAL"
 INTERVAL_S = 60.0
 """OpenTelemetry's default of that variable."""
 MAX_WAITING = 16
-MAX_OPEN_ROUNDS = 100
 MISSING = "opentelemetry is not installed: pip install 'ftrun[otel]'"
 
-_PHASE_AFTER = {LifecycleState.RECOVER.value: "stop", LifecycleState.VERIFY.value: "respawn"}
+_AFTER_A_BALLOT = ("recover", "verify", "check")
+"""States of `ftrun.recovery.lifecycle` that follow a ballot."""
 _ATTRIBUTES = (
     "verdict_kind", "text", "culprits", "nodes", "error_class", "action", "actions", "steps_lost",
     "restored", "generations", "recovered_s",
@@ -88,28 +88,45 @@ class IncidentTracer:
     def __init__(self) -> None:
         self._number: int | None = None
         self._rounds: list[_Round] = []
+        self._ballot_s: float | None = None
+        """When the first ballot since the last start of ranks began."""
 
     def take(self, record: Record, *, now_s: float) -> IncidentTrace | None:
         """Returns the trace of an incident that this record closes."""
+        if isinstance(record, BallotStarted):
+            self._ballot_s = now_s if self._ballot_s is None else self._ballot_s
+            return None
         if not isinstance(record, IncidentNote | LifecycleChanged | DowntimeRecord):
             return None
+        ballot_s = self._ballot_s
+        if isinstance(record, LifecycleChanged) and record.new in _AFTER_A_BALLOT:
+            self._ballot_s = None
         if record.incident is None:
             return None
         if record.incident != self._number:
             self._number, self._rounds = record.incident, [_Round()]
+        if isinstance(record, IncidentClosed):
+            return self._trace(record, now_s)
+        self._mark(record, now_s if ballot_s is None else ballot_s, now_s=now_s)
+        return None
+
+    def _mark(self, record: Record, ballot_s: float, *, now_s: float) -> None:
+        """Adds the phase that this record begins, if it begins one."""
+        marks = self._rounds[-1].marks
         match record:
-            case IncidentClosed():
-                return self._trace(record, now_s)
             case DowntimeRecord():
                 self._rounds[-1].end = record
-                self._rounds = [*self._rounds[-MAX_OPEN_ROUNDS:], _Round()]
-            case LifecycleChanged(new=new) if new in _PHASE_AFTER:
-                self._rounds[-1].marks.append((_PHASE_AFTER[new], now_s))
-            case SuspicionRaised() | VerdictRecord() if not self._rounds[-1].marks:
-                self._rounds[-1].marks.append(("diagnose", now_s))
+                self._rounds.append(_Round())
+            case LifecycleChanged(new="recover"):
+                # After the loss of a node the verdict is written when the ballot has succeeded.
+                marks[:] = [(name, min(at_s, ballot_s)) for name, at_s in marks]
+                marks.append(("stop", ballot_s))
+            case LifecycleChanged(new="verify"):
+                marks.append(("respawn", now_s))
+            case SuspicionRaised() | VerdictRecord() if not marks:
+                marks.append(("diagnose", now_s))
             case _:
                 pass
-        return None
 
     def _trace(self, closed: IncidentClosed, now_s: float) -> IncidentTrace:
         start_s = now_s - closed.open_s

@@ -37,6 +37,7 @@ from ftrun.records.incidents import (
     SuspicionRaised,
     VerdictRecord,
 )
+from ftrun.records.membership import BallotStarted
 from ftrun.records.recovery import DowntimeRecord
 from ftrun.records.run import HookFailed, ProgressRecord
 from ftrun.wire.messages.status import StatusView
@@ -135,6 +136,27 @@ def test_a_restart_that_fails_is_followed_by_another_one() -> None:
     ]  # fmt: skip
     spans = trace.phases
     assert all(one.end_s == after.start_s for one, after in pairwise(spans))
+
+
+def test_the_ballot_after_the_loss_of_a_node_comes_before_its_verdict() -> None:
+    """An earlier ballot, of the start or of an earlier incident, is not meant."""
+    trace = trace_of(
+        (1.0, BallotStarted("the run begins", 0)),
+        (2.0, recover(None)),
+        (2.1, BallotStarted("the run begins", 0)),
+        (3.0, LifecycleChanged("", None, "recover", "check")),
+        (13.2, BallotStarted("node1 is lost", 1)),
+        (13.3, BallotStarted("node1 is lost", 1)),
+        (13.5, VERDICT),
+        (13.5, recover()),
+        (13.5, verify()),
+        (15.0, downtime(fault_s=10.0, stepped_s=15.0, restore_s=0.5, first_s=0.5)),
+        (15.5, CLOSED),
+    )
+    assert phases(trace) == [
+        ("detect", 10.0, 13.2), ("diagnose", 13.2, 13.2), ("stop", 13.2, 13.5),
+        ("respawn", 13.5, 14.0), ("restore", 14.0, 14.5), ("first step", 14.5, 15.0),
+    ]  # fmt: skip
 
 
 def test_what_is_only_reported_or_ends_the_run_has_no_restart() -> None:
