@@ -17,6 +17,7 @@ import sys
 import tempfile
 from collections.abc import Mapping
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -66,6 +67,7 @@ def run(line: CommandLine, *, variables: Mapping[str, str]) -> NoReturn:
         )
     spec = build_spec(line, variables=variables)
     check_text(spec)
+    check_telemetry(spec)
     owner = check_checkpoint_directory(spec)
     check_resume(spec)
     if finished := has_finished(spec, owner):
@@ -159,6 +161,21 @@ def check_text(spec: RunSpec) -> None:
             name = os.fsencode(text).decode(errors="backslashreplace")
             what = "the folder" if text == spec.cwd else "the argument"
             raise UsageError(f"{what} {name} is not UTF-8: rename the file or folder") from error
+
+
+def check_telemetry(spec: RunSpec) -> None:
+    """Refuses a set endpoint without the library. A variable alone is only a warning later."""
+    if spec.profile.otel.endpoint is None:
+        return
+    try:
+        is_there = find_spec("opentelemetry.exporter.otlp.proto.http") is not None
+    except ModuleNotFoundError:
+        is_there = False
+    if not is_there:
+        raise UsageError(
+            f"otel.endpoint is {spec.profile.otel.endpoint}, and opentelemetry is not installed: "
+            "pip install 'ftrun[otel]', or leave otel.endpoint out. Nothing was started"
+        )
 
 
 def check_checkpoint_directory(spec: RunSpec) -> CheckpointOwner | None:

@@ -333,6 +333,16 @@ class HooksConfig(_Section, frozen=True, kw_only=True):
         wanted="an address that begins with http:// or https://")] = None
 
 
+class OtelConfig(_Section, frozen=True, kw_only=True):
+    """OpenTelemetry: a trace for each incident, and the metrics, by OTLP over HTTP."""
+
+    endpoint: Annotated[Annotated[str, Meta(pattern=r"^https?://[^\s/@]+[^\s@]*$")] | None, _meta(
+        "address of a collector, such as http://127.0.0.1:4318; null: that of "
+        "OTEL_EXPORTER_OTLP_ENDPOINT, and if that is not set, nothing is sent",
+        wanted="an address that begins with http:// or https://, without a password, which "
+        "OTEL_EXPORTER_OTLP_HEADERS may hold")] = None
+
+
 class NoticesConfig(_Section, frozen=True, kw_only=True):
     """Notices that this node will be taken away; its place is taken before."""
 
@@ -367,6 +377,7 @@ class Profile(_Section, frozen=True, kw_only=True):
     security: SecurityConfig = SecurityConfig()
     metrics: MetricsConfig = MetricsConfig()
     hooks: HooksConfig = HooksConfig()
+    otel: OtelConfig = OtelConfig()
     notices: NoticesConfig = NoticesConfig()
 
 

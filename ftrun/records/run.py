@@ -91,7 +91,7 @@ class MetricsDisabled(ReasonRecord, frozen=True, tag="metrics_disabled"):
 
 
 class HookFailed(Record, frozen=True, tag="hook_failed"):
-    """A hook on an incident has failed."""
+    """A hook on an incident, or an export of OpenTelemetry, has failed."""
 
     hook: str
     incident: int | None

@@ -8,6 +8,7 @@ import contextlib
 import itertools
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -21,7 +22,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.integration.conftest import free_port
+from tests.integration.conftest import free_port, in_full
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -257,11 +258,20 @@ def container_of(text: str) -> tuple[dict[str, Any], dict[str, Any]]:
     return job, container
 
 
+def expanded(word: str, variables: Mapping[str, str]) -> str:
+    """As Kubernetes expands it: $$ is $, $(NAME) an existing variable."""
+
+    def one(match: re.Match[str]) -> str:
+        return "$" if match[0] == "$$" else variables.get(match[1], match[0])
+
+    return re.sub(r"\$\$|\$\(([^)]*)\)", one, word)
+
+
 def in_a_pod(
     container: Mapping[str, Any], folder: Path, runtime: Path, more: Mapping[str, str]
 ) -> "subprocess.Popen[bytes]":
     """Its words with its variables; `$` as Kubernetes reads it, paths of the pod below `folder`."""
-    words = [word.replace("$$", "$") for word in (*container["command"], *container["args"])]
+    words = [expanded(word, more) for word in (*container["command"], *container["args"])]
     given = {entry["name"]: entry.get("value", "") for entry in container.get("env", [])}
     variables = plain_variables() | given | dict(more)
     variables |= {"XDG_RUNTIME_DIR": str(runtime), "OMP_NUM_THREADS": "1"}
@@ -288,18 +298,25 @@ dist.destroy_process_group()
 """
 
 
-@pytest.mark.parametrize("kind", ["jobset", pytest.param("trainjob", marks=pytest.mark.full)])
+@pytest.mark.parametrize("kind", ["jobset", *in_full("trainjob", "kubeflow")])
 def test_the_command_of_a_manifest_runs_to_its_end(kind: str, tmp_path: Path, short: Path) -> None:
     (tmp_path / "tiny.py").write_text(TINY)
-    words = ["--nproc-per-node", 2, "--checkpoint-dir", "/pod/checkpoints", "tiny.py", "/pod"]
-    options = ["--kind", kind, "--image", "registry.example/tiny:1", "--claim", "shared:/pod"]
-    text = rendered("kubernetes", *options, "--", *words, "$(HOME)", "1e-4", folder=tmp_path)
+    is_runtime = kind == "kubeflow"
+    directory = "/pod/checkpoints" + ("/$(TRAINJOB_NAME)" if is_runtime else "")
+    words = ["--checkpoint-dir", directory, "tiny.py", "/pod"]
+    words = words if is_runtime else ["--nproc-per-node", 2, *words]
+    start = ["kubeflow"] if is_runtime else ["kubernetes", "--kind", kind]
+    options = [*start, "--image", "registry.example/tiny:1", "--claim", "shared:/pod"]
+    text = rendered(*options, "--", *words, "$(HOME)", "1e-4", folder=tmp_path)
     job, container = container_of(text)
     assert job["completions"] == 1
     # The variables that a TrainJob's controller sets for one pod.
     names = {"NNODES": "1", "NPROC_PER_NODE": "auto", "NODE_RANK": "0"}
     names |= {"MASTER_ADDR": "tiny-node-0-0.tiny", "MASTER_PORT": "29500"}
-    more = {f"PET_{name}": value for name, value in names.items()} if kind == "trainjob" else {}
+    more = {f"PET_{name}": value for name, value in names.items()} if kind != "jobset" else {}
+    if is_runtime:  # of the TrainJob: its ranks, and its name; loopback replaces the pod's name
+        more |= {"PET_NPROC_PER_NODE": "2", "TRAINJOB_NAME": "tiny"}
+        more |= {"PET_MASTER_ADDR": "127.0.0.1"}
     process = in_a_pod(container, tmp_path, short, more)
     try:
         assert process.wait(WAIT_S) == 0, (tmp_path / "pod.out").read_text()

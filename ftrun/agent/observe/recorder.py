@@ -23,6 +23,7 @@ import json
 import re
 import socket
 import threading
+from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path

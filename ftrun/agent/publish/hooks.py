@@ -78,9 +78,8 @@ class Hooks:
         for line in self._lines:
             line.put(report)
 
-    def close(self) -> None:
-        """Wait up to END_S for hooks in progress."""
-        give_up_s = clock.now_s() + END_S
+    def close(self, give_up_s: float) -> None:
+        """Wait for hooks in progress, until this monotonic time."""
         for line in self._lines:
             line.close(give_up_s)
 

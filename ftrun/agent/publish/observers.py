@@ -1,4 +1,4 @@
-"""Observers of a run: progress log, Prometheus metrics, hooks and `network.json`.
+"""Observers of a run: progress log, metrics, hooks, OpenTelemetry and `network.json`.
 
 Runs in the main thread; observers that may block have threads of their own, and `RunMetrics.copy`
 runs in those of the metrics server. Failures of observers do not affect the run.
@@ -8,8 +8,9 @@ All counters begin at 0 in each agent. Prometheus detects such a counter reset.
 
 import ipaddress
 import logging
+import os
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,11 +18,12 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from ftrun import clock
+from ftrun import __version__, clock
 from ftrun.agent.launch.worker_group import WorkerGroup
 from ftrun.agent.publish.cluster_status import lateness_of
-from ftrun.agent.publish.hooks import Hooks
+from ftrun.agent.publish.hooks import END_S, Hooks
 from ftrun.agent.publish.status import StatusBuilder
+from ftrun.agent.publish.telemetry import Telemetry, interval_s, is_wanted
 from ftrun.errors import PeerError
 from ftrun.events import Record
 from ftrun.journal import NETWORK_NAME, Journal
@@ -40,6 +42,8 @@ from ftrun.wire.shared_memory.pages import (
 )
 
 if TYPE_CHECKING:
+    from prometheus_client.core import Metric
+
     from ftrun.agent.launcher import Run
     from ftrun.agent.publish.metrics import MetricsServer
 
@@ -67,11 +71,13 @@ class Observers:
         )
         self._network = NetworkFile(run)
         self._server: MetricsServer | None = None
+        self._telemetry: Telemetry | None = None
         run.journal.watch(self._metrics.take)
         run.journal.watch(self._hooks.take)
         run.journal.watch(self._network.take)
 
     def start(self) -> None:
+        self._start_telemetry()
         settings = self._run.spec.profile.metrics
         if not settings.port:
             return
@@ -99,6 +105,30 @@ class Observers:
                 "any host that reaches %s can read the metrics; set metrics.token_file", where
             )
 
+    def _start_telemetry(self) -> None:
+        settings = self._run.spec.profile.otel
+        if not is_wanted(settings, os.environ):
+            return
+        spec = self._run.spec
+        self._telemetry = Telemetry(
+            settings,
+            self._run.journal,
+            facts={
+                "ftrun.run_id": spec.run_id,
+                "ftrun.script": spec.script,
+                "ftrun.node": self._node_id,
+                "service.version": __version__,
+            },
+            families=self._families,
+            every_s=interval_s(os.environ),
+        )
+        self._run.journal.watch(self._telemetry.take)
+
+    def _families(self) -> "Iterable[Metric]":
+        from ftrun.agent.publish.metrics import families
+
+        return families(self._node_id, self.status.of_node(), self._metrics.copy())
+
     def poll(self, now_s: float) -> None:
         self.status.poll(now_s)
         self._metrics.poll(now_s=now_s)
@@ -112,7 +142,10 @@ class Observers:
     def close(self) -> None:
         if self._server is not None:
             self._server.close()
-        self._hooks.close()
+        give_up_s = clock.now_s() + END_S
+        self._hooks.close(give_up_s)
+        if self._telemetry is not None:
+            self._telemetry.close(give_up_s)
 
     def _lateness_s(self) -> Mapping[int, float]:
         """Lateness by rank; in a run on several nodes the control loop publishes it."""

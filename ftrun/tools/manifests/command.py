@@ -12,7 +12,7 @@ from ftrun.cli.launch.command_line import OWN_FLAGS
 from ftrun.cli.launch.torchrun_flags import TORCHRUN_FLAGS
 from ftrun.errors import FtrunError, UsageError
 from ftrun.tools.manifests.job import JobOptions, MachineSpec, job_of
-from ftrun.tools.manifests.kubernetes import KubernetesOptions, manifest
+from ftrun.tools.manifests.kubernetes import RUNTIME, KubernetesOptions, manifest
 from ftrun.tools.manifests.slurm import SlurmOptions, batch_script
 
 _OF_FTRUN = (*OWN_FLAGS, *TORCHRUN_FLAGS)
@@ -38,7 +38,7 @@ class _Command(TyperCommand):
 
 
 app = typer.Typer(
-    help="Write a batch script for Slurm or a manifest for Kubernetes.",
+    help="Write a batch script for Slurm, or a manifest for Kubernetes or Kubeflow.",
     no_args_is_help=True,
     rich_markup_mode=None,
     add_completion=False,
@@ -47,6 +47,9 @@ app = typer.Typer(
 
 _Words = Annotated[
     list[str], typer.Argument(metavar="WORDS", help="options, script and arguments for ftrun")
+]
+_FlagWords = Annotated[
+    list[str] | None, typer.Argument(metavar="WORDS", help="options for ftrun; a script")
 ]
 _Out = Annotated[str | None, option("--out", "write it there", "FILE")]
 
@@ -67,10 +70,28 @@ def _kubernetes(
     place: KubernetesOptions,
     options: JobOptions,
     machine: MachineSpec,
+    kind: Annotated[str, option("--kind", "jobset or trainjob")] = "jobset",
     out: _Out = None,
 ) -> None:
     """Write a JobSet, or a TrainJob with its runtime."""
-    _give(manifest(job_of(words, machine, options), place), out)
+    _give(manifest(job_of(words, machine, options), place, kind), out)
+
+
+@app.command("kubeflow", cls=_Command)
+@with_groups
+def _kubeflow(
+    place: KubernetesOptions,
+    options: JobOptions,
+    machine: MachineSpec,
+    words: _FlagWords = None,
+    out: _Out = None,
+) -> None:
+    """Write a ClusterTrainingRuntime of Kubeflow Trainer 2, for TrainJobs in any namespace.
+
+    A TrainJob gives the script in trainer.args. With a script here, a TrainJob is written too.
+    """
+    job = job_of(words or [], machine, options, needs_script=False)
+    _give(manifest(job, place, RUNTIME), out)
 
 
 def _give(text: str, out: str | None, *, is_script: bool = False) -> None:

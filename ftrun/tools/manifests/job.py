@@ -155,10 +155,12 @@ class ManifestJob:
         return max(one.parity / one.data if one.is_protected else 0.0 for one in groups)
 
 
-def job_of(words: Sequence[str], machine: MachineSpec, options: JobOptions) -> ManifestJob:
+def job_of(
+    words: Sequence[str], machine: MachineSpec, options: JobOptions, *, needs_script: bool = True
+) -> ManifestJob:
     """Derives the job; raises a UsageError for input that `ftrun` or a scheduler would refuse."""
     line = parse(words)
-    if line.script is None:
+    if needs_script and line.script is None:
         raise UsageError(
             "no script is given. Write the words for ftrun after --, such as: "
             "ftrun manifest slurm -- --nnodes 4 --nproc-per-node 8 train.py"

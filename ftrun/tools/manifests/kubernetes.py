@@ -1,11 +1,14 @@
-"""Renders `ftrun manifest kubernetes`: a JobSet, or a TrainJob and its runtime.
+"""Renders `ftrun manifest kubernetes` and `kubeflow`: a JobSet, a TrainJob, a cluster's runtime.
 
 Source: JobSet API v1alpha2 and Kubeflow Trainer v1alpha1 (custom resource definitions of August
 2026); the variables of a TrainJob are those that its torch plugin sets. NCCL's user guide requires
 1 GiB of /dev/shm (Troubleshooting, Shared memory). torch's default `prefetch_factor` keeps two
-batches ready per loader worker.
+batches ready per loader worker. Restarts of a container: KEP-5307 (Kubernetes 1.35). JobSet's
+restart strategy InPlaceRestart (KEP-467) is not used: it restarts all pods after the failure of
+one, which would end the SMPs of healthy nodes.
 
-Rule 1: A `$` in the user's words is doubled, because Kubernetes expands `$(NAME)` in a command.
+Rule 1: A `$` in the user's words is doubled, because Kubernetes expands `$(NAME)` in a command. In
+        a runtime `$(TRAINJOB_NAME)` stays: it is a variable of each of its TrainJobs.
 """
 
 import re
@@ -20,6 +23,9 @@ from ftrun.tools.manifests.job import GIB, MIB, ManifestJob, quantity
 from ftrun.tools.manifests.yaml_text import rendered
 
 KINDS = ("jobset", "trainjob")
+RUNTIME = "runtime"
+"""A ClusterTrainingRuntime, and a TrainJob that uses it if there is a script."""
+OF_TRAINJOB = "$(TRAINJOB_NAME)"
 
 _LABEL = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
 _NAME = re.compile(r"[a-z0-9]([-a-z0-9.]*[a-z0-9])?")
@@ -35,7 +41,10 @@ _EXIT_CODES = {
     # Not 2: a pod that replaces another one may fail by its node, and must not end the others.
     "final": [int(c) for c in (ExitCode.STATE_LOST, ExitCode.DO_NOT_RESTART)],
     "by_signal": [138, int(ExitCode.TERMINATED)],
+    "killed": [137],
 }
+_ASSUMED_NODES = 100
+"""For the limit of failed pods of a runtime whose TrainJobs set the number of nodes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,35 +69,46 @@ class KubernetesOptions:
     ] = None
     user: Annotated[int, option("--user", "of the pods; 0: the image's own", "UID")] = 1000
     workdir: Annotated[str, option("--workdir", "where ftrun is started", "DIR")] = "/workspace"
-    kind: Annotated[str, option("--kind", "jobset or trainjob")] = "jobset"
     namespace: Annotated[str | None, option("--namespace", "not given: none")] = None
     restarts: Annotated[int, option("--restarts", "times that all pods may fail", "N")] = 20
+    restart_in_place: Annotated[
+        bool, option("--restart-in-place", "a killed container in its pod; Kubernetes 1.35")
+    ] = False
 
 
-def manifest(job: ManifestJob, place: KubernetesOptions) -> str:
+def manifest(job: ManifestJob, place: KubernetesOptions, kind: str = "jobset") -> str:
     """Returns YAML for `kubectl apply`; a comment above each part says what happens without it."""
-    if place.kind not in KINDS:
-        raise UsageError(f"--kind is {' or '.join(KINDS)}, not {place.kind!r}")
+    if kind not in (*KINDS, RUNTIME):
+        raise UsageError(f"--kind is {' or '.join(KINDS)}, not {kind!r}")
+    is_runtime = kind == RUNTIME
+    is_open = is_runtime and job.line.torchrun_value("nnodes") is None
+    if is_runtime:
+        _check_runtime(job, is_open=is_open)
     if not 0 <= place.restarts <= 10_000:
         raise UsageError(f"--restarts is 0 to 10000, not {place.restarts}")
     name = _name(job, place)
     secret = place.secret or f"{name}-secret"
     mount: str | None = None
     if place.claim is not None:
-        mount = place.claim.partition(":")[2] or job.shared_directory or "/shared"
+        directory = (job.shared_directory or "/shared").partition(f"/{OF_TRAINJOB}")[0]
+        mount = place.claim.partition(":")[2] or directory
     _check_pod(place, secret)
     _check_paths(job, place, mount)
     shm_bytes = _shm_bytes(job, place)
-    command, script = _command(job, name), [_literally(word) for word in job.script]
+    command = _runtime_command(job) if is_runtime else _command(job, name)
+    script = [_literally(word) for word in job.script]
     text = job.line.torchrun_value("nproc-per-node") or "1"
-    if place.kind == "trainjob":
+    if kind != "jobset":
         _check_words(command, script)
-        if job.nodes == 1:
+        if job.nodes == 1 and not is_open:
             command[1:1] = ["--master-addr", "127.0.0.1"]
     lines = rendered(
         "kubernetes.yaml",
         job=job,
         place=place,
+        kind=kind,
+        is_open=is_open,
+        counted_nodes=_ASSUMED_NODES if is_open else job.nodes,
         name=name,
         secret=secret,
         mount=mount,
@@ -118,6 +138,25 @@ def _name(job: ManifestJob, place: KubernetesOptions) -> str:
                 "letter, the last no hyphen"
             )
     return name
+
+
+def _check_runtime(job: ManifestJob, *, is_open: bool) -> None:
+    """Refuses what cannot hold for every TrainJob of a runtime."""
+    if is_open and job.spares:
+        raise UsageError(
+            "--spares needs --nnodes in a runtime, because the number of nodes of a TrainJob "
+            f"includes the spares: --nnodes N --spares {job.spares}"
+        )
+    if job.has_run_id:
+        raise UsageError(
+            "--run-id is the name of each TrainJob, so a runtime has none: leave it out"
+        )
+    directory = job.checkpoint_directory
+    if directory is not None and OF_TRAINJOB not in directory:
+        raise UsageError(
+            f"--checkpoint-dir {directory} would be the same for all TrainJobs of the runtime. "
+            f"Write --checkpoint-dir '{directory}/{OF_TRAINJOB}'"
+        )
 
 
 def _check_pod(place: KubernetesOptions, secret: str) -> None:
@@ -224,6 +263,12 @@ def _command(job: ManifestJob, name: str) -> list[str]:
     if not job.has_run_id:
         words = ["--run-id", name, *words]
     return ["ftrun", *map(_literally, words)]
+
+
+def _runtime_command(job: ManifestJob) -> list[str]:
+    """Without --nnodes and --nproc-per-node the TrainJob sets them, by PET_ variables."""
+    words = [_literally(word).replace(f"${OF_TRAINJOB}", OF_TRAINJOB) for word in job.flags]
+    return ["ftrun", "--run-id", OF_TRAINJOB, *words]
 
 
 def _literally(word: str) -> str:

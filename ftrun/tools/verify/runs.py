@@ -36,6 +36,7 @@ _SETTINGS = {
     "checkpoint.resume": "never",
     "hooks.on_incident": "null",
     "hooks.webhook": "null",
+    "otel.endpoint": "null",
 }
 _RECORD_FILE = re.compile(r"rank(\d+)\.(\d+)\.jsonl")
 

@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from ftrun import clock
 from ftrun.agent.publish import hooks
 from ftrun.agent.publish.hooks import (
     MAX_WAITING,
@@ -100,12 +101,6 @@ def test_what_a_command_leaves_behind_does_not_hold_up_the_next(tmp_path: Path) 
     assert run_command("sleep 600 & exit 0", {}, str(tmp_path), limit_s=60) == ""
 
 
-@pytest.fixture(autouse=True)
-def timeout(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A busy machine needs time to start commands, and `close` must wait for all of them."""
-    monkeypatch.setattr(hooks, "END_S", 60.0)
-
-
 def failures(folder: Path) -> list[HookFailed]:
     lines = map(decode, (folder / "journal.jsonl").read_bytes().splitlines())
     records = [line.record for line in lines if line is not None]
@@ -122,7 +117,7 @@ def test_a_failed_hook_is_a_line_in_the_journal_and_the_next_is_reported(tmp_pat
     records: tuple[Record, ...] = (VERDICT, ProgressRecord(1, 1), CLOSED)
     for record in records:
         found.take(record)
-    found.close()
+    found.close(clock.now_s() + 60)
     assert (tmp_path / "all").read_text().count('"event"') == 2
     first, second = failures(tmp_path)
     assert first.reason == "it ended with 7"
@@ -139,7 +134,7 @@ def test_only_a_limited_number_wait(tmp_path: Path) -> None:
     (tmp_path / "go").unlink()
     assert 2 <= len(refused) <= 3
     assert str(MAX_WAITING) in refused[0].reason
-    found.close()
+    found.close(clock.now_s() + 60)
     assert (tmp_path / "ran").read_text().count("x") == MAX_WAITING + 3 - len(refused)
 
 
@@ -148,7 +143,7 @@ def test_no_hooks_no_threads(tmp_path: Path) -> None:
     found = hooks_of(tmp_path)
     found.take(VERDICT)
     assert threading.active_count() <= before  # a command of another test may end just now
-    found.close()
+    found.close(clock.now_s() + 60)
 
 
 class Receiver(http.server.BaseHTTPRequestHandler):

@@ -31,13 +31,14 @@ def documents(
     job = job_of(typed, machine or MachineSpec(), JobOptions(name, time))
     if job.shared_directory:
         place.setdefault("claim", "shared")
+    kind = place.pop("kind", "jobset")
     where = KubernetesOptions(image=place.pop("image", "registry.example/train:1"), **place)
-    return list(yaml.safe_load_all(manifest(job, where)))
+    return list(yaml.safe_load_all(manifest(job, where, kind)))
 
 
 def job_of_pods(document: dict[str, Any]) -> dict[str, Any]:
     spec = document["spec"]
-    jobset = spec["template"]["spec"] if document["kind"] == "TrainingRuntime" else spec
+    jobset = spec["template"]["spec"] if "TrainingRuntime" in document["kind"] else spec
     (replicated,) = jobset["replicatedJobs"]
     found: dict[str, Any] = replicated["template"]["spec"]
     return found
@@ -68,7 +69,7 @@ def expanded(word: str, variables: dict[str, str] | None = None) -> str:
 EVERYTHING = [
     (kind, nodes, user, machine)
     for kind, nodes, user, machine in itertools.product(
-        ("jobset", "trainjob"),
+        ("jobset", "trainjob", "runtime"),
         ("--nnodes 1", "--nnodes 4 --spares 1", "--nnodes 2:4"),
         (0, 1000),
         (
@@ -85,8 +86,10 @@ EVERYTHING = [
 def test_every_manifest_is_of_its_kind(
     kind: str, nodes: str, user: int, machine: MachineSpec
 ) -> None:
-    for more in ("train.py", "--checkpoint-dir /shared/x --metrics-port 9400 train.py -- $x"):
-        found = documents(f"{nodes} {more}", kind=kind, user=user, machine=machine, time="1h")
+    own = "$(TRAINJOB_NAME)" if kind == "runtime" else "x"
+    for more in ("train.py", f"--checkpoint-dir /shared/{own} --metrics-port 9400 train.py -- $x"):
+        found = documents(f"{nodes} {more}", kind=kind, user=user, machine=machine, time="1h",
+                          restart_in_place=bool(user))  # fmt: skip
         assert [problems(one) for one in found] == [[] for _ in found]
         for one in found:
             check_names(one)
@@ -194,6 +197,83 @@ def test_a_trainjob_reports_what_its_variables_would_report_otherwise() -> None:
     assert command[command.index("--master-addr") + 1] == "127.0.0.1"
 
 
+def typed(words: str, **place: Any) -> list[dict[str, Any]]:
+    """The documents of `ftrun manifest kubeflow`."""
+    job = job_of(words.split(), MachineSpec(), JobOptions(), needs_script=False)
+    text = manifest(job, KubernetesOptions("registry.example/train:1", **place), "runtime")
+    return list(yaml.safe_load_all(text))
+
+
+def test_a_runtime_serves_any_trainjob() -> None:
+    """Its name, nodes, ranks and script are the TrainJob's: nothing is fixed for all of them."""
+    words = "--checkpoint-dir /shared/$(TRAINJOB_NAME) --fault-domain $x"
+    (runtime,) = typed(words, claim="shared", namespace="ml")
+    assert (runtime["kind"], runtime["metadata"]["name"]) == ("ClusterTrainingRuntime", "ftrun")
+    assert "namespace" not in runtime["metadata"]
+    assert runtime["metadata"]["labels"]["trainer.kubeflow.org/framework"] == "torch"
+    assert problems(runtime) == []
+    node = node_of(runtime)
+    assert "args" not in node
+    variables = {"TRAINJOB_NAME": "first"}
+    assert [expanded(word, variables) for word in node["command"]] == [
+        *(
+            "ftrun",
+            "--run-id",
+            "first",
+            "--checkpoint-dir",
+            "/shared/first",
+            "--fault-domain",
+            "$x",
+        ),
+    ]
+    assert {"name": "shared", "mountPath": "/shared"} in node["volumeMounts"]
+    (name,) = [entry for entry in node["env"] if entry["name"] == "TRAINJOB_NAME"]
+    assert "jobset-name" in name["valueFrom"]["fieldRef"]["fieldPath"]
+    assert "secret" in {volume["name"] for volume in pod_of(runtime)["volumes"]}
+    assert "network" not in runtime["spec"]["template"]["spec"]  # the name of each JobSet
+    assert job_of_pods(runtime)["backoffLimit"] == 2000
+
+
+def test_a_runtime_with_fixed_nodes_and_a_script_has_a_trainjob() -> None:
+    runtime, job = typed("--nnodes 4 --spares 1 --nproc-per-node 8 train.py --lr 1")
+    assert runtime["spec"]["mlPolicy"]["numNodes"] == 5
+    assert job_of_pods(runtime)["backoffLimit"] == 100
+    assert job["spec"]["runtimeRef"]["kind"] == "ClusterTrainingRuntime"
+    assert job["spec"]["trainer"] == {
+        "numNodes": 5, "numProcPerNode": 8, "args": ["train.py", "--lr", "1"],
+    }  # fmt: skip
+    alone, _ = typed("--nnodes 1 train.py")
+    assert "127.0.0.1" in node_of(alone)["command"]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--spares 1", "--spares needs --nnodes in a runtime"),
+        ("--run-id r", "--run-id is the name of each TrainJob"),
+        ("--rdzv-id r", "--run-id is the name of each TrainJob"),
+        ("--checkpoint-dir /shared", "Write --checkpoint-dir '/shared/$(TRAINJOB_NAME)'"),
+        ("--checkpoint-dir s3://b/x", "would be the same for all TrainJobs"),
+    ],
+)
+def test_a_runtime_refuses_what_is_of_one_run(words: str, said: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        typed(words)
+    assert said in str(caught.value)
+
+
+def test_a_killed_container_starts_again_in_its_pod_if_wanted() -> None:
+    """Only after SIGKILL: the script's own codes would restart it without a limit."""
+    (jobset,) = documents(FOUR, restart_in_place=True)
+    node = node_of(jobset)
+    assert node["restartPolicy"] == pod_of(jobset)["restartPolicy"] == "Never"
+    assert node["restartPolicyRules"] == [
+        {"action": "Restart", "exitCodes": {"operator": "In", "values": [137]}}
+    ]
+    (plain,) = documents(FOUR)
+    assert "restartPolicyRules" not in node_of(plain)
+
+
 def test_one_pod_needs_no_secret_and_no_place_to_meet() -> None:
     (jobset,) = documents("--nproc-per-node 2 train.py")
     text = yaml.safe_dump(jobset)
@@ -266,7 +346,8 @@ def test_the_scripts_words_are_given_as_they_were_typed(words: list[str]) -> Non
 def test_lines_are_no_longer_than_a_screen() -> None:
     job = job_of(FOUR.split(), MachineSpec(8, 8, "1Gi", "1Gi"), JobOptions())
     for kind in ("jobset", "trainjob"):
-        text = manifest(job, KubernetesOptions("i", claim="shared", kind=kind))
+        place = KubernetesOptions("i", claim="shared", restart_in_place=True)
+        text = manifest(job, place, kind)
         assert max(map(len, text.splitlines())) <= WIDTH
 
 

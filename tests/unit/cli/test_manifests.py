@@ -6,6 +6,8 @@ import stat
 from pathlib import Path
 
 import pytest
+import yaml
+from manifest_schema import problems
 from typer.testing import CliRunner
 
 from ftrun.errors import FtrunError, UsageError
@@ -39,7 +41,7 @@ def test_the_page_has_both() -> None:
     assert [shlex.split(command)[2] for command, _ in examples()] == ["slurm", "kubernetes"]
 
 
-@pytest.mark.parametrize("kind", ["slurm", "kubernetes"])
+@pytest.mark.parametrize("kind", ["slurm", "kubernetes", "kubeflow"])
 def test_every_option_is_on_the_page(kind: str) -> None:
     said = rendered([kind, "--help"])
     options = set(re.findall(r"^  (?:-h, )?(--[a-z-]+)", said, re.MULTILINE)) - {"--help"}
@@ -67,6 +69,19 @@ def test_it_is_written_into_a_file_that_is_new(tmp_path: Path) -> None:
 def test_words_of_ftrun_belong_behind_the_hyphens(words: list[str]) -> None:
     with pytest.raises(UsageError, match="Put -- before the words"):
         rendered(["slurm", *words])
+
+
+def test_a_runtime_needs_neither_words_nor_a_script() -> None:
+    words = ["kubeflow", "--image", "registry.example/train:1"]
+    assert rendered(words) == rendered([*words, "--"])
+    assert "kind: TrainJob" not in rendered(words)
+    assert "kind: TrainJob" in rendered([*words, "--", "--nnodes", "2", "train.py"])
+
+
+def test_the_trainjob_of_the_page_is_valid() -> None:
+    (text,) = re.findall(r"^```yaml\n(apiVersion: trainer.*?)^```", PAGE.read_text(),
+                         re.MULTILINE | re.DOTALL)  # fmt: skip
+    assert problems(yaml.safe_load(text)) == []
 
 
 def test_a_script_alone_needs_no_hyphens() -> None:
