@@ -18,7 +18,8 @@ from ftrun import clock
 from ftrun.agent.launch.process import ChildProcess
 from ftrun.agent.launch.warm_start import LaunchSlot, WorkerHandle
 from ftrun.agent.observe import ranks, recorder_dumps
-from ftrun.agent.observe.ranks import RankObserver, _GroupMemory
+from ftrun.agent.observe.ranks import RankObserver
+from ftrun.agent.observe.recorder import GroupMemory
 from ftrun.config.profile import HangConfig
 from ftrun.events import ErrorLine
 from ftrun.ids import Generation, Rank
@@ -33,7 +34,7 @@ from ftrun.wire.shared_memory.pages import (
 
 
 def test_a_group_is_still_until_something_is_called_or_over() -> None:
-    memory = _GroupMemory()
+    memory = GroupMemory()
     one = ProcessGroupView("0", "dp", (0, 1), (), 5, 3.0, enqueued=6)
     message = OpenMessage("send", 1, 7, 3.0)
     seen = [
