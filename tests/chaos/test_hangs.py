@@ -41,7 +41,7 @@ MISSING = {
 """What torch's analyzer says. Gloo aborts a rank after a skipped collective. That rank leaves no
 dump, and of the others the analyzer says that it cannot decide."""
 
-ALWAYS = ("sleep", "skip")
+ALWAYS = ("sleep",)
 """The others run with scripts/test --full."""
 
 pytestmark = [pytest.mark.chaos, pytest.mark.slow, pytest.mark.launch]

@@ -14,7 +14,7 @@ RENEWALS = {
     "ddp2": 1, "ddp3": 2, "ddp3-two-at-once": 1, "ddp3-first-buckets": 1, "ddp3-unused": 1,
     "ddp3-views": 1, "fsdp2": 2, "hsdp4": 2, "split4": 1, "ddp2-16-times": 16,
 }  # fmt: skip
-DEFAULT = ("ddp3", "fsdp2")
+DEFAULT = ("ddp3",)
 
 
 def outcomes(folder: Path, *cases: str) -> dict[str, Any]:
