@@ -87,6 +87,8 @@ class RankParking:
                 answer = msgspec.json.decode(data, type=Parked) if data else None
             except BlockingIOError:
                 return handle.child.reap()
+            except ConnectionError:
+                return True  # it ends
             except (OSError, msgspec.MsgspecError) as error:
                 self._note(handle, str(error))
                 return True
