@@ -202,7 +202,8 @@ class Leader:
             return found + self._decide(self._report_losses(now_s), now_s)
         elif not was_member:
             return found
-        return found + self.propose(text, stay=True, now_s=now_s)
+        # None: nodes may have ended their ranks for the ballot that this one replaces.
+        return found + self.propose(text, stay=self.ballot is None or None, now_s=now_s)
 
     # --- a ballot -----------------------------------------------------------------------------
 
