@@ -133,7 +133,7 @@ class GenerationRunner:
         self.checkpoint, self.rejected = "", {}
         self.plan, self.number, self._has_started = plan, plan.generation, False
         crash_point("agent.restart.decided")
-        self._workers.keep_parked(plan.staying)
+        self._workers.keep_parked(plan, self._node_id)
         if plan.staying:
             crash_point("agent.renew.planned")
         self._restored = self._restore_point(plan)

@@ -26,7 +26,7 @@ from ftrun.config.run_spec import RunSpec
 from ftrun.ids import Rank, Step, Version
 from ftrun.monitor.page_values import quantile_s
 from ftrun.monitor.worker_exits import ExitFacts, explain
-from ftrun.wire.cluster.generation import VersionPair
+from ftrun.wire.cluster.generation import GenerationPlan, VersionPair
 from ftrun.wire.cluster.membership import RankReport
 from ftrun.wire.crash_points import crash_point
 from ftrun.wire.fault_orders import FaultPages
@@ -167,8 +167,13 @@ class WorkerGroup:
         crash_point("agent.renew.parked")
         return parking
 
-    def keep_parked(self, ranks: Collection[int]) -> None:
-        """Keep the parked processes of these ranks for the next generation, and end the others."""
+    def keep_parked(self, plan: GenerationPlan, node_id: str) -> None:
+        """Keep the parked processes that this node has in the plan, and end the others.
+
+        A node that is a spare in the plan may have parked a rank that stays on another node.
+        """
+        node = plan.member(node_id)
+        ranks = set(plan.staying).intersection(node.ranks if node is not None else ())
         kept = [one for one in self.parked if one.slot.rank in ranks]
         if ended := [one for one in self.parked if one not in kept]:
             self._ends.end(ended, others_stay=bool(kept))

@@ -28,6 +28,7 @@ from ftrun.config.run_spec import RunSpec
 from ftrun.ids import version
 from ftrun.journal import Journal
 from ftrun.linux import become_subreaper
+from ftrun.wire.cluster.generation import GenerationPlan, NodeCard, PlanMember
 from ftrun.wire.cluster.membership import ParkedRank
 from ftrun.wire.messages.worker import LaunchRequest, decode_launch, encode_launch
 from ftrun.wire.run_environment import RunFolder
@@ -76,6 +77,12 @@ def prepare(group, generation, num_ranks, joins=False):
     request = LaunchRequest(generation, -1, num_ranks, os.getpid(), "", joins=joins)
     group.prepare(request, range(num_ranks), kept=None, rails={})
 
+def next_plan(*staying):
+    # node a runs the first ranks of generation 5, node b the others, and c is a spare
+    a, b, c = (NodeCard(name, 1, name, 1, 10) for name in "abc")
+    members = [PlanMember(a, 0), PlanMember(b, 10)]
+    return GenerationPlan(5, "a", "", members, [c], None, "", "a", 1, staying=list(staying))
+
 def until(is_so):
     give_up_s = time.monotonic() + 60
     while not is_so():
@@ -121,7 +128,7 @@ group.suspend(False)
 
 (old,) = group.parked
 assert (old.poll(), old.wait(), old.state) == (0, 0, "parked"), "torch does not end it"
-group.keep_parked([0])
+group.keep_parked(next_plan(0), "a")
 prepare(group, 5, 5, joins=True)
 joins = [slot.request.joins for slot in group.slots]
 assert joins == [False, True, True, True, True], joins
@@ -143,7 +150,7 @@ UNNAMED = """
 group = group_of("pass", "pass", "os._exit(1)")
 group.park(failed=())
 assert len(group.parked) == 2
-group.keep_parked([1])
+group.keep_parked(next_plan(1), "a")
 assert [handle.child.status for handle in group.handles[:2]] == [-9, None]
 prepare(group, 5, 3, joins=True)
 (kept,) = group.starter.parked.values()
@@ -153,13 +160,23 @@ assert group.starter.parked == {}
 print("clean")
 """
 
+OF_ANOTHER_NODE = """
+for node_id in "bc":  # another node has parked these ranks in a later generation
+    group = group_of("pass", "pass")
+    group.park(failed=())
+    group.keep_parked(next_plan(0, 1), node_id)
+    assert [handle.child.status for handle in group.handles] == [-9, -9]
+    assert group.starter.parked == {}
+print("clean")
+"""
+
 ENDS_BEFORE_ITS_START = """
 group = group_of("pass", "os._exit(1)")
 group.park(failed=())
 (old,) = group.parked
 old.child.signal(signal.SIGKILL)
 assert old.child.wait(60)
-group.keep_parked([0])
+group.keep_parked(next_plan(0), "a")
 prepare(group, 5, 2, joins=True)
 handle = start(group, 0, "out")
 assert group.ended() == [handle], "the generation fails as by any death of a rank"
@@ -200,7 +217,10 @@ print("clean")
 """
 
 
-CASES = [ALL_KINDS, UNNAMED, ENDS_BEFORE_ITS_START, NONE_HAS_STEPPED, NOT_GUARDED, STOPPED]
+CASES = [
+    *(ALL_KINDS, UNNAMED, OF_ANOTHER_NODE, ENDS_BEFORE_ITS_START),
+    *(NONE_HAS_STEPPED, NOT_GUARDED, STOPPED),
+]
 
 
 def test_ranks_park_or_end(tmp_path: Path) -> None:
