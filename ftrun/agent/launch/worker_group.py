@@ -73,6 +73,8 @@ class WorkerGroup:
         self.is_suspended = False
         self.awaits_boundary = False
         """The ranks were asked for a final snapshot, and wait at its boundary."""
+        self.join_problem = ""
+        """See `FailureHistory.join_problem`."""
         self.rehearsed: RehearsedRanks = lambda *_: {}
         self._ends = RankEnding(stuck_pids)
         self._polled_s = clock.now_s()
@@ -355,8 +357,8 @@ class WorkerGroup:
 
     def stay_problem(self) -> str:
         """Why a rank here could not stay if another one failed; empty if all could, or none may."""
-        if self._spec.profile.restart.survivors == "off":
-            return ""
+        if self._spec.profile.restart.survivors == "off" or self.join_problem:
+            return self.join_problem
         reasons = [(slot.rank, text) for slot in self.slots if (text := slot.page.stay_problem)]
         return f"rank {reasons[0][0]}: {reasons[0][1]}" if reasons else ""
 

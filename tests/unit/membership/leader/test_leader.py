@@ -134,6 +134,21 @@ def test_a_rank_at_fault_does_not_stay() -> None:
     assert made.plan("a").staying == [0, 2]
 
 
+def test_after_a_rank_could_not_join_no_rank_stays_under_any_leader() -> None:
+    made = with_parked_ranks()
+    works(made, 9, "b", exits=(exited(1, ExitKind.JOIN_REFUSED, 1),))
+    made.passes(2.0)
+    plan = made.plan("a")
+    assert (plan.generation, plan.staying) == (1, [])
+    assert plan.history.join_problem == "rank 1: join refused"
+    assert plan.history.spent_ages_s == []
+    hold(made, 12, "abc", generation=1)
+    made.kill("a")
+    made.passes(6.0)
+    plan = made.plan("b")
+    assert (plan.generation, plan.staying, plan.not_staying) == (2, [], "")
+
+
 def test_a_node_that_is_lost_after_the_plan_was_sent_costs_all_processes() -> None:
     made = with_parked_ranks()
     made.reads["d"] = None
