@@ -15,7 +15,7 @@ import msgspec
 
 from ftrun import clock, events, process_tree
 from ftrun.agent.launch.elastic import FtrunElasticAgent
-from ftrun.agent.launch.parking import RankParking
+from ftrun.agent.launch.parking import RankParking, survivor_variables
 from ftrun.agent.launch.rank_trees import KILL_WAIT_S, RankEnding
 from ftrun.agent.launch.warm_start import LaunchSlot, RehearsedRanks, WorkerHandle, WorkerStarter
 from ftrun.agent.observe.evidence import EndedRank, WrittenErrors
@@ -124,6 +124,7 @@ class WorkerGroup:
         }
         self.starter.variables = {
             **rails,
+            **survivor_variables(os.environ, survivors=self._spec.profile.restart.survivors),
             RUN_ID: self._spec.run_id,
             GENERATION: str(request.generation),
             **recorder_variables(

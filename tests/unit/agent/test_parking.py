@@ -7,6 +7,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from ftrun.agent.launch.parking import NCCL_ERRORS, report_nccl_errors, survivor_variables
 from ftrun.agent.launch.rank_trees import _ORPHANS_WAIT_S, KILL_WAIT_S
 from ftrun.config.cluster import MembershipSettings
 from ftrun.config.profile import RestartConfig
@@ -91,7 +92,8 @@ def until(is_so):
 
 def start(group, local, out):
     starter = group.starter
-    return starter(sys.executable, ["-u", "train.py"], {"MASTER_PORT": "77"}, out, out, local)
+    env = {"MASTER_PORT": "77", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}  # as torch's launcher
+    return starter(sys.executable, ["-u", "train.py"], env, out, out, local)
 """
 
 ALL_KINDS = """
@@ -139,6 +141,7 @@ until(lambda: Path("out").exists() and Path("out").read_text().endswith("\\n"))
 request = decode_launch(Path("out").read_text())
 assert (request.generation, request.start, request.joins) == (5, "stayed", False)
 assert request.variables["MASTER_PORT"] == "77"
+assert request.variables["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "0", "NCCL ends no rank"
 assert {"heartbeat", "command", "stack", "stdout", "stderr"} <= request.descriptors.keys()
 group.kill()
 assert handle.child.status == -9
@@ -237,6 +240,26 @@ def test_ranks_park_or_end(tmp_path: Path) -> None:
         printed.seek(0)
         text = printed.read()
     assert text.count("clean\n") == len(CASES), text
+
+
+def test_nccl_ends_no_rank_that_may_stay_unless_the_user_has_decided() -> None:
+    assert survivor_variables({}, survivors="on") == {NCCL_ERRORS: "0"}
+    assert survivor_variables({}, survivors="off") == {}
+    assert survivor_variables({NCCL_ERRORS: "1"}, survivors="on") == {}
+
+
+@pytest.mark.parametrize(("user", "level", "words"), [
+    ({}, "INFO", "--survivors on sets TORCH_NCCL_ASYNC_ERROR_HANDLING=0"),
+    ({NCCL_ERRORS: "2"}, "", ""),
+    ({NCCL_ERRORS: "3"}, "WARNING", "TORCH_NCCL_ASYNC_ERROR_HANDLING=3 lets NCCL end ranks"),
+])  # fmt: skip
+def test_what_nccl_does_is_said_at_the_start(
+    user: dict[str, str], level: str, words: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level("INFO"):
+        report_nccl_errors(user)
+    assert [one.levelname for one in caplog.records] == ([level] if level else [])
+    assert words in caplog.text
 
 
 def test_a_node_answers_a_ballot_in_time_with_the_longest_wait_for_its_ranks() -> None:
