@@ -88,7 +88,7 @@ def test_a_standby_is_used_only_for_a_version_of_its_loop(
         run_id="r", script="s", torchrun_argv=[], log_folder=".", cwd=".", profile=profile
     )
     run = SimpleNamespace(spec=spec, workers=SimpleNamespace(slots=[]))
-    made = rehearsals.Rehearsals(cast(Any, run))
+    made = rehearsals.Rehearsals(cast("Any", run))
     handle = parked_process(7, 30)
     made._parked[0] = handle
     request = LaunchRequest(5, -1, 1, os.getpid(), "", joins=True, restore=version(4, step))
