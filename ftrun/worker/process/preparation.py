@@ -96,8 +96,8 @@ def import_compiler() -> str:
     Returns why it is not safe to fork afterwards. Each process that compiles for CPUs finds out
     which vector instructions work, by programs that take 1 s; it does so once, and forks inherit
     the answer. Measured with 2 ranks on 2 cores, from a kill to the next step: 6.5 s without this,
-    and 1.3 s with it. It runs at low priority, because ranks train meanwhile; this process serves
-    at normal priority later.
+    and 1.3 s with it. It runs at low priority, because ranks train at the same time; this process
+    serves at normal priority later.
     """
     threads = num_threads()
     at_low_priority(_import_compiler)

@@ -107,8 +107,7 @@ def test_the_settings_of_a_zygote_come_back_from_their_text() -> None:
 def test_the_compiler_can_be_imported_in_a_process_that_is_forked(tmp_path: Path) -> None:
     """In a process with the modules of a zygote; each name is one of torch, but the last one."""
     (tmp_path / "its_priority.py").write_text(
-        "import os, threading\n"
-        "FOUND = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())\n"
+        "import os, threading\nFOUND = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())\n"
     )
     code = (
         "import os, sys\n"
