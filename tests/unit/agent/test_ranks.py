@@ -183,7 +183,7 @@ def test_the_cost_of_monitoring_is_bounded_while_ranks_make_steps(
     monkeypatch.setattr(ranks, "resident_bytes", counted("resident", 0))
     monkeypatch.setattr(ranks, "free_memory", counted("memory", 0))
     monkeypatch.setattr(ranks.SocketStats, "poll", counted("sockets", ()))
-    for name in ("process_facts", "take_stack", "write_dumps"):
+    for name in ("process_facts", "take_stack"):
         monkeypatch.setattr(ranks, name, counted(name, None))
     for _ in range(int(100.0 / ranks.POLL_EVERY_S)):
         now[0] += ranks.POLL_EVERY_S
