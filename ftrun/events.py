@@ -36,6 +36,7 @@ class ExitKind(Enum):
     SKIPPED = "skipped a collective"
     LEFT_EARLY = "left early"
     NUMERICAL_ANOMALY = "numerical anomaly"
+    JOIN_REFUSED = "join refused"
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,13 +11,19 @@ import resource
 import signal
 import socket
 import sys
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from ftrun import clock
 from ftrun.errors import MemoryTooSmall
 
+Result = TypeVar("Result")
+
+_NICER = 10  # threads at low priority
 _PR_SET_PDEATHSIG = 1
 _PR_SET_DUMPABLE = 4
 _PR_SET_NAME = 15
@@ -75,6 +81,36 @@ def fork_orphan() -> bool:
 def unfit_to_fork() -> str:
     """The reason why a fork of this process could hang or fail; empty if a fork is safe."""
     return _threads_in_the_way() or _device_in_use()
+
+
+def lower_thread_priority() -> None:
+    """Lower the scheduling priority of this thread and of the threads that it starts."""
+    with contextlib.suppress(OSError):
+        me = threading.get_native_id()
+        os.setpriority(os.PRIO_PROCESS, me, os.getpriority(os.PRIO_PROCESS, me) + _NICER)
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+
+
+def at_low_priority(work: Callable[[], Result]) -> Result:
+    """Run `work` in a low-priority thread, or in this one if none can be started; wait for it.
+
+    Without CAP_SYS_NICE a thread cannot raise its priority again after it was lowered, so the work
+    gets a thread of its own.
+    """
+    done: Future[Result] = Future()
+
+    def run() -> None:
+        lower_thread_priority()
+        try:
+            done.set_result(work())
+        except BaseException as error:  # noqa: BLE001 - the waiting thread's to handle
+            done.set_exception(error)
+
+    try:
+        threading.Thread(target=run, name="ftrun-calm", daemon=True).start()
+    except RuntimeError:  # the limit of threads is reached
+        return work()
+    return done.result()
 
 
 def num_threads() -> int:

@@ -25,6 +25,7 @@ from ftrun.agent.faults.controller import FaultController
 from ftrun.agent.launch import elastic
 from ftrun.agent.launch.agent_start import unknown_torch
 from ftrun.agent.launch.generation import GenerationRunner
+from ftrun.agent.launch.parking import report_nccl_errors
 from ftrun.agent.launch.process import one_oom_ends_all
 from ftrun.agent.launch.rehearsals import Rehearsals
 from ftrun.agent.launch.rendezvous import LOOPBACK, StorePool, register
@@ -38,7 +39,7 @@ from ftrun.agent.observe.device_memory import DeviceMemory, used_by_nvml
 from ftrun.agent.observe.evidence import EXCEPTION_S, BoundedReads
 from ftrun.agent.observe.node_check import NodeCheck
 from ftrun.agent.observe.ranks import RankObserver
-from ftrun.agent.observe.recorder_dumps import DUMPS
+from ftrun.agent.observe.recorder_dumps import DUMPS, has_nccl_devices
 from ftrun.agent.publish.control_server import ControlServer
 from ftrun.agent.publish.observers import Observers
 from ftrun.agent.snapshots.retained_memory import PersistedAgentState, StubClient
@@ -234,6 +235,8 @@ class Run:
         self.observers = Observers(self)
 
     def start(self) -> None:
+        if self.spec.profile.restart.survivors == "on" and has_nccl_devices():
+            report_nccl_errors(os.environ)
         self.observers.start()
         self.notices.start()
 

@@ -258,10 +258,19 @@ class Maintenance:
             return
         if not all(page.get(HeartbeatField.FIRST_STEP_NS) for page in pages):
             return
-        if any(page.get(HeartbeatField.COMPILES) for page in pages):
+        compiles = any(page.get(HeartbeatField.COMPILES) for page in pages)
+        if compiles and self._restarts_from_zygote():
             self._zygote.import_compiler()
         if self._run.spec.profile.start.device != "off":
             self._zygote.bind(len(pages))
+
+    def _restarts_from_zygote(self) -> bool:
+        """Whether the run can restart, and forks its ranks then."""
+        spec, workers = self._run.spec, self._run.workers
+        budget = spec.profile.restart.budget if spec.max_restarts is None else spec.max_restarts
+        can_restart = budget > 0 or spec.nodes is not None
+        is_forked = any(one.start != "fresh" for one in workers.handles)
+        return can_restart and is_forked and workers.starter.zygote is not None
 
     def _report_no_progress(self, now_s: float, limit_s: float) -> None:
         if self._run.generations.is_over:

@@ -10,13 +10,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from signal import Signals
 
-from ftrun.errors import ExitCode
+from ftrun.errors import ExitCode, JoinRefused, SetUpDiffers
 from ftrun.events import ExitKind, WorkerExit
 from ftrun.ids import Rank
 from ftrun.monitor.order.disorder import find_skipped
 from ftrun.monitor.verdicts import RUNTIME, RankView, Verdict, is_in, rank_on_node, ranks_text
 
 SIGKILL = 9
+_JOIN_REFUSED = (JoinRefused.__name__, SetUpDiffers.__name__)
 _OUTPUT_LOST = 120
 """Python's exit code if stdout or stderr cannot be flushed at the end."""
 
@@ -60,13 +61,14 @@ def explain(facts: ExitFacts) -> WorkerExit:
         return _signalled(facts, subject)
     if facts.message:
         first_line = facts.message.splitlines()[0]
+        name = first_line.split(":")[0]
         return WorkerExit(
             rank,
-            ExitKind.EXCEPTION,
+            ExitKind.JOIN_REFUSED if name in _JOIN_REFUSED else ExitKind.EXCEPTION,
             status,
             f"{subject} raised {first_line}",
             detail=facts.traceback,
-            fingerprint=f"exception {place(facts.traceback)} {first_line.split(':')[0]}",
+            fingerprint=f"exception {place(facts.traceback)} {name}",
             failed_at_ns=facts.failed_at_ns,
         )
     text = f"{subject} exited with code {status}"
@@ -152,6 +154,7 @@ _ORDER = {
     ExitKind.RESTORE_FAILED: 2,
     ExitKind.LINK_LOST: 2,
     ExitKind.LEFT_EARLY: 3,
+    ExitKind.JOIN_REFUSED: 3,
 }
 _BROKEN = (
     "Connection closed by peer", "Connection reset by peer", "Connection refused", "Broken pipe",

@@ -14,6 +14,8 @@ Rule 3: before a repeated failure ends the run, the node on which it repeats is 
         not counted.
 Rule 4: a lost connection does not count as a repeated cause: only the budget bounds its retries.
 Rule 5: a command is given once; its result comes back as an event.
+Rule 6: if a rank cannot join ranks that stay, the restart is not counted, and no rank stays in this
+        run any more: the script would differ again.
 
 Source: the restart intensity of Erlang/OTP supervisors (a number of restarts in a time window),
         which a burst of failures exhausts and a quiet week does not.
@@ -126,6 +128,8 @@ class Supervisor:
         self.bad_checkpoints: dict[str, str] = {}
         """See `FailureHistory.bad_checkpoints`."""
         self.restarts = 0
+        self.join_problem = ""
+        """See `FailureHistory.join_problem`."""
         self._restart, self._stop = profile.restart, profile.stop
         self._numerics_policy = profile.numerics.policy
         self._is_explicit = max_restarts is not None
@@ -159,6 +163,7 @@ class Supervisor:
             best_step=self._best_step,
             steps_seen=self._steps_seen,
             bad_checkpoints=dict(self.bad_checkpoints),
+            join_problem=self.join_problem,
         )
 
     def succeed(self, history: FailureHistory, *, now_s: float) -> None:
@@ -174,6 +179,7 @@ class Supervisor:
         self._best_step = history.best_step
         self._steps_seen = history.steps_seen
         self.bad_checkpoints |= history.bad_checkpoints
+        self.join_problem = self.join_problem or history.join_problem
 
     def handle(self, event: Event, *, now_s: float) -> list[SupervisorCommand]:
         match event:
@@ -215,6 +221,8 @@ class Supervisor:
     def _failed(
         self, cause: WorkerExit, progress: Progress, now_s: float
     ) -> list[SupervisorCommand]:
+        if cause.kind is ExitKind.JOIN_REFUSED and not self.join_problem:
+            return self._join_refused(cause)
         key = self._note_progress(cause, progress)
         place = self.placement
         node_id, fault = place.fault_behind(cause)
@@ -256,6 +264,12 @@ class Supervisor:
             f"{reason}; waited {pause_s:.0f} s, because the last restart made no progress"
         )
         return [KillWorkers(cause.text)]
+
+    def _join_refused(self, cause: WorkerExit) -> list[SupervisorCommand]:
+        self.restarts += 1
+        self.join_problem = cause.text
+        self.state = SupervisorState.STARTING
+        return [KillWorkers(cause.text), StartGeneration(cause.text)]
 
     def _exclude(self, cause: WorkerExit, command: ExcludeNode) -> list[SupervisorCommand]:
         self.restarts += 1

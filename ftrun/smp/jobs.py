@@ -10,18 +10,14 @@ checkpoints. The threads are daemons, so an SMP that ends does not wait for a di
 A generator that waits for events yields `Wait` objects. A thread drives it here, and virtual time
 in tests.
 
-Work that is not urgent runs at low priority. Without CAP_SYS_NICE a thread cannot raise its
-priority again after it was lowered. Work that has low priority only at times therefore gets a
-thread of its own (`at_low_priority`).
+Work that is not urgent runs at low priority, see `ftrun.linux.at_low_priority`.
 """
 
-import contextlib
 import logging
 import os
 import queue
 import threading
 from collections.abc import Callable, Generator
-from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -32,34 +28,7 @@ Work = Callable[[], Finish | None]
 
 Result = TypeVar("Result")
 
-_NICER = 10
 _log = logging.getLogger(__name__)
-
-
-def lower_thread_priority() -> None:
-    """Lower the scheduling priority of this thread and of the threads that it starts."""
-    with contextlib.suppress(OSError):
-        me = threading.get_native_id()
-        os.setpriority(os.PRIO_PROCESS, me, os.getpriority(os.PRIO_PROCESS, me) + _NICER)
-        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
-
-
-def at_low_priority(work: Callable[[], Result]) -> Result:
-    """Run `work` in a low-priority thread, or in this one if none can be started; wait for it."""
-    done: Future[Result] = Future()
-
-    def run() -> None:
-        lower_thread_priority()
-        try:
-            done.set_result(work())
-        except BaseException as error:  # noqa: BLE001 - the waiting thread's to handle
-            done.set_exception(error)
-
-    try:
-        threading.Thread(target=run, name="ftrun-calm", daemon=True).start()
-    except RuntimeError:  # the limit of threads is reached
-        return work()
-    return done.result()
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,7 +30,7 @@ from typing import Protocol
 
 from ftrun import clock
 from ftrun.errors import HandshakeRefused, PeerError, PeerLost, UsageError
-from ftrun.smp.jobs import lower_thread_priority
+from ftrun.linux import lower_thread_priority
 from ftrun.smp.redundancy.other_traffic import OtherTraffic
 from ftrun.wire.cluster.generation import Rail
 from ftrun.wire.cluster.transfer import AnyTransfer, LinkHello

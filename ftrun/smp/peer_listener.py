@@ -27,7 +27,7 @@ from ftrun.errors import (
     ProtocolError,
     UsageError,
 )
-from ftrun.smp.jobs import lower_thread_priority
+from ftrun.linux import lower_thread_priority
 from ftrun.smp.peer_link import FETCH, PROTECT, LinkEndpoints, PeerLink, admits
 from ftrun.smp.redundancy.other_traffic import OtherTraffic
 from ftrun.wire.cluster.generation import Rail

@@ -30,8 +30,9 @@ import xxhash
 
 from ftrun import clock
 from ftrun.ids import RunId
+from ftrun.linux import at_low_priority
 from ftrun.smp.client import Requester
-from ftrun.smp.jobs import Finish, IntervalTimer, JobLanes, at_low_priority
+from ftrun.smp.jobs import Finish, IntervalTimer, JobLanes
 from ftrun.wire.crash_points import crash_point
 from ftrun.wire.messages import envelope as messages
 from ftrun.wire.messages import files as file_messages

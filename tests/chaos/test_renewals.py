@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.chaos.test_survivors import Expected, begin, result, staying, undisturbed
+from tests.chaos.test_survivors import Expected, begin, expected, result, staying
 
-__all__ = ["undisturbed"]  # the fixture
+__all__ = ["expected"]  # the fixture
 
 pytestmark = [pytest.mark.chaos, pytest.mark.slow, pytest.mark.full, pytest.mark.timeout(900)]
 
@@ -15,7 +15,7 @@ PLACES = ("revoked", "parked", "launched", "restored", "ready", "connected", "jo
 
 @pytest.mark.parametrize("place", PLACES)
 def test_a_rank_that_dies_while_it_is_renewed_changes_no_bit(
-    place: str, tmp_path: Path, undisturbed: Expected
+    place: str, tmp_path: Path, expected: Expected
 ) -> None:
     once = tmp_path / "once"
     variables = {"FTRUN_CRASH_AT": f"worker.renew.{place}", "FTRUN_CRASH_ONCE": str(once)}
@@ -24,6 +24,6 @@ def test_a_rank_that_dies_while_it_is_renewed_changes_no_bit(
         assert run.wait() == 0, run.text
         assert once.exists()
         assert staying(run)[-1] == [], "all ranks start again"
-        assert result(run, 2) == undisturbed(2, "ddp")
+        assert result(run, 2) == expected(2, "ddp")
     finally:
         run.end()

@@ -82,8 +82,9 @@ def begin(
     *kills: str,
     flags: Sequence[str] = (),
     env: dict[str, str] | None = None,
+    script: str = TRAIN,
 ) -> Run:
-    (folder / "train.py").write_text(TRAIN)
+    (folder / "train.py").write_text(script)
     words = ["--survivors", "on", "--nproc-per-node", str(num_ranks), *flags]
     return Run(folder, *words, "train.py", str(STEPS), kind, *kills, env=env)
 
@@ -198,6 +199,30 @@ def test_a_survivor_that_ends_or_stops_while_it_is_renewed_costs_one_more_restar
         assert run.wait() == 0, run.text
         assert staying(run) in ([[0, 2], []], [[0, 2]]), run.text
         assert result(run, 3) == expected(3, "ddp")
+    finally:
+        run.end()
+
+
+SETS_UP_ONCE = """\
+if not Path("prepared").exists():
+    dist.barrier()
+    Path("prepared").touch()
+torch.manual_seed(0)
+"""
+
+
+@pytest.mark.full
+def test_a_script_whose_set_up_differs_costs_one_restart_that_is_not_counted(
+    tmp_path: Path, expected: Expected
+) -> None:
+    script = TRAIN.replace("torch.manual_seed(0)\n", SETS_UP_ONCE)
+    kills = ("1:20:forward", "1:40:forward")
+    run = begin(tmp_path, 2, "ddp", *kills, flags=["--set", "restart.budget=2"], script=script)
+    try:
+        assert run.wait() == 0, run.text
+        assert staying(run) == [[0], [], []], run.text
+        assert run.text.count("--survivors has no effect in the rest of this run") == 1
+        assert result(run, 2) == expected(2, "ddp")
     finally:
         run.end()
 

@@ -133,7 +133,8 @@ class GenerationRunner:
         self.checkpoint, self.rejected = "", {}
         self.plan, self.number, self._has_started = plan, plan.generation, False
         crash_point("agent.restart.decided")
-        self._workers.keep_parked(plan.staying)
+        self._note_join_problem(plan.history.join_problem)
+        self._workers.keep_parked(plan, self._node_id)
         if plan.staying:
             crash_point("agent.renew.planned")
         self._restored = self._restore_point(plan)
@@ -191,6 +192,11 @@ class GenerationRunner:
         self._persist_state()
         crash_point("agent.restart.state_kept")
         self.repeats.launched()
+
+    def _note_join_problem(self, problem: str) -> None:
+        if problem and not self._workers.join_problem:
+            _log.warning("--survivors has no effect in the rest of this run, because %s", problem)
+        self._workers.join_problem = problem
 
     def send_to_smp(self) -> None:
         if self.plan is None:

@@ -7,11 +7,12 @@ for a launch request as a standby does. It ends itself if its line is closed.
 Rule 1: a rank that does not answer in time, has a problem, or ends, does not stay.
 Rule 2: no rank stays if one of this node has made no step in this generation: nothing has shown
         that its processes work.
+Rule 3: NCCL must not end a rank when another one fails, because it may do so before the rank parks.
 """
 
 import logging
 import select
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 
 import msgspec
@@ -21,6 +22,10 @@ from ftrun.agent.launch.warm_start import WorkerHandle
 from ftrun.wire.cluster.membership import ParkedRank
 from ftrun.wire.messages.worker import Parked, Revoke
 from ftrun.wire.shared_memory.pages import HeartbeatField
+
+NCCL_ERRORS = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+_HARMLESS = ("0", "2")
+"""Values with which torch's watchdog ends no rank; 0: it does nothing, 2: it aborts groups."""
 
 _MAX_ANSWER_BYTES = 1 << 16
 _log = logging.getLogger(__name__)
@@ -118,3 +123,25 @@ def parked_ranks(handles: Sequence[WorkerHandle]) -> tuple[ParkedRank, ...]:
         for handle in handles
         if handle.parked is not None and not handle.child.reap()
     )
+
+
+def survivor_variables(user: Mapping[str, str], *, survivors: str) -> dict[str, str]:
+    """Variables of ranks that `user` has not set; see Rule 3. torch's launcher would set 1."""
+    return {NCCL_ERRORS: "0"} if survivors == "on" and NCCL_ERRORS not in user else {}
+
+
+def report_nccl_errors(user: Mapping[str, str]) -> None:
+    """For a node with devices for NCCL, at the start of a run with `--survivors on`."""
+    value = user.get(NCCL_ERRORS)
+    if value is None:
+        _log.info(
+            "--survivors on sets %s=0, so that NCCL ends no rank that may stay. ftrun "
+            "detects hangs. This was not run on a GPU",
+            NCCL_ERRORS,
+        )
+    elif value not in _HARMLESS:
+        _log.warning(
+            "%s=%s lets NCCL end ranks that could stay when another one fails. Unset it, or set 0",
+            NCCL_ERRORS,
+            value,
+        )

@@ -144,7 +144,9 @@ class Rehearsals:
         found: dict[int, WorkerHandle] = {}
         for rank, handle in list(self._parked.items()):
             parked, local = handle.parked, rank - ranks.start
-            if rank not in ranks or handle.child.reap() or self._is_in_other_loop(handle):
+            is_over = parked is not None and parked.last_step < request.restore.step
+            is_over |= rank not in ranks or handle.child.reap() or self._is_in_other_loop(handle)
+            if is_over:
                 self._end(self._parked.pop(rank))
             elif local not in taken and parked and parked.first_step <= request.restore.step:
                 del self._parked[rank]
@@ -175,7 +177,7 @@ class Rehearsals:
         committed = workers.committed()
         if not is_stable or workers.awaits_boundary or zygote is None or not zygote.has_standby:
             return None
-        if committed is None or committed[0] != workers.generation:
+        if committed is None or committed[0] != workers.generation or workers.join_problem:
             return None
         if len(self._parked) >= self._most or not all(map(self._is_ready, workers.slots)):
             return None

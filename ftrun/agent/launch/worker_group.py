@@ -15,7 +15,7 @@ import msgspec
 
 from ftrun import clock, events, process_tree
 from ftrun.agent.launch.elastic import FtrunElasticAgent
-from ftrun.agent.launch.parking import RankParking
+from ftrun.agent.launch.parking import RankParking, survivor_variables
 from ftrun.agent.launch.rank_trees import KILL_WAIT_S, RankEnding
 from ftrun.agent.launch.warm_start import LaunchSlot, RehearsedRanks, WorkerHandle, WorkerStarter
 from ftrun.agent.observe.evidence import EndedRank, WrittenErrors
@@ -26,7 +26,7 @@ from ftrun.config.run_spec import RunSpec
 from ftrun.ids import Rank, Step, Version
 from ftrun.monitor.page_values import quantile_s
 from ftrun.monitor.worker_exits import ExitFacts, explain
-from ftrun.wire.cluster.generation import VersionPair
+from ftrun.wire.cluster.generation import GenerationPlan, VersionPair
 from ftrun.wire.cluster.membership import RankReport
 from ftrun.wire.crash_points import crash_point
 from ftrun.wire.fault_orders import FaultPages
@@ -73,6 +73,8 @@ class WorkerGroup:
         self.is_suspended = False
         self.awaits_boundary = False
         """The ranks were asked for a final snapshot, and wait at its boundary."""
+        self.join_problem = ""
+        """See `FailureHistory.join_problem`."""
         self.rehearsed: RehearsedRanks = lambda *_: {}
         self._ends = RankEnding(stuck_pids)
         self._polled_s = clock.now_s()
@@ -122,6 +124,7 @@ class WorkerGroup:
         }
         self.starter.variables = {
             **rails,
+            **survivor_variables(os.environ, survivors=self._spec.profile.restart.survivors),
             RUN_ID: self._spec.run_id,
             GENERATION: str(request.generation),
             **recorder_variables(
@@ -167,8 +170,13 @@ class WorkerGroup:
         crash_point("agent.renew.parked")
         return parking
 
-    def keep_parked(self, ranks: Collection[int]) -> None:
-        """Keep the parked processes of these ranks for the next generation, and end the others."""
+    def keep_parked(self, plan: GenerationPlan, node_id: str) -> None:
+        """Keep the parked processes that this node has in the plan, and end the others.
+
+        A node that is a spare in the plan may have parked a rank that stays on another node.
+        """
+        node = plan.member(node_id)
+        ranks = set(plan.staying).intersection(node.ranks if node is not None else ())
         kept = [one for one in self.parked if one.slot.rank in ranks]
         if ended := [one for one in self.parked if one not in kept]:
             self._ends.end(ended, others_stay=bool(kept))
@@ -350,8 +358,8 @@ class WorkerGroup:
 
     def stay_problem(self) -> str:
         """Why a rank here could not stay if another one failed; empty if all could, or none may."""
-        if self._spec.profile.restart.survivors == "off":
-            return ""
+        if self._spec.profile.restart.survivors == "off" or self.join_problem:
+            return self.join_problem
         reasons = [(slot.rank, text) for slot in self.slots if (text := slot.page.stay_problem)]
         return f"rank {reasons[0][0]}: {reasons[0][1]}" if reasons else ""
 

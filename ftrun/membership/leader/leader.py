@@ -4,7 +4,7 @@ Runs in:  the agent that leads or proposes itself. Pure.
 Takes in: connections, promises, heartbeats, time.
 Gives:    messages and dials, and through `GenerationMonitor` the decisions of the supervisor.
 
-Rule 1: one ballot at a time. If a node of it is lost, the next ballot has a higher number.
+Rule 1: one ballot at a time. If a node of it is lost, the next has a higher number, and its `stay`.
 Rule 2: the loss of a node leads to a ballot first. Only a promised ballot may end the run, because
         the others may continue without a leader that was cut off.
 Rule 3: a leader without its voters may have been replaced: it suspends all ranks before that.
@@ -202,7 +202,7 @@ class Leader:
             return found + self._decide(self._report_losses(now_s), now_s)
         elif not was_member:
             return found
-        return found + self.propose(text, stay=True, now_s=now_s)
+        return found + self.propose(text, stay=self.ballot is None or None, now_s=now_s)
 
     # --- a ballot -----------------------------------------------------------------------------
 
@@ -229,6 +229,7 @@ class Leader:
         self._reconfiguration.reset()
         self.draining.reset()
         known = (self.plan, self.unsure, self._reconfiguration.void)
+        stay = stay and not self.monitor.supervisor.join_problem
         return self._election.begin(reason, *known, stay=stay, failed=failed, now_s=now_s)
 
     def promised(self, body: Promise, *, now_s: float) -> list[Command]:

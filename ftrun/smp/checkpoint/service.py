@@ -28,7 +28,7 @@ from ftrun.errors import (
     NoUsableCheckpoint,
 )
 from ftrun.ids import Generation, Rank, RunId, version
-from ftrun.linux import available_memory
+from ftrun.linux import at_low_priority, available_memory
 from ftrun.smp.checkpoint.live_capture import CaptureFilter
 from ftrun.smp.checkpoint.load import LoadedCheckpoint, LoadJob, load_checkpoint
 from ftrun.smp.checkpoint.shared_load import LoadGroup
@@ -46,7 +46,7 @@ from ftrun.smp.checkpoint.write_job import (
 )
 from ftrun.smp.checkpoint.writer import CheckpointWriter
 from ftrun.smp.client import Requester
-from ftrun.smp.jobs import Finish, IntervalTimer, JobLanes, at_low_priority
+from ftrun.smp.jobs import Finish, IntervalTimer, JobLanes
 from ftrun.smp.memory.arenas import ArenaStore, SmpArena
 from ftrun.smp.memory.commits import CommitCoordinator
 from ftrun.smp.memory.pools import CapturePools

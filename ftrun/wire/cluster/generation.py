@@ -183,6 +183,7 @@ class FailureHistory(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     bad_checkpoints: dict[str, str] = {}  # not loaded, because one node cannot use them: reasons
     past_restarts: list[PastRestart] = []  # the last restarts, for status
     gone: list[DepartedNode] = []
+    join_problem: str = ""  # a rank could not join ranks that stay, so none stays in this run
 
 
 class GenerationPlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

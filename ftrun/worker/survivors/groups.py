@@ -11,8 +11,9 @@ group already has. BackendType is a byte, and torch uses 7 of its values.
 
 Rule 1: a group that was created during or after `abort` is aborted at once. Otherwise a thread
         could wait in it for a rank that has ended.
-Rule 2: only connections that belong to a group are ended. If another thread opens connections
-        while a group is created, they cannot be distinguished, and the groups are not renewable.
+Rule 2: only gloo's connections of a group are ended. If another thread, or NCCL in the same group,
+        opens connections while a group is created, they cannot be distinguished, and the groups are
+        not renewable.
 
 Source: torch 2.13, c10d/ProcessGroup.hpp `setBackend`, distributed_c10d.py.
 """
@@ -126,7 +127,7 @@ class ProcessGroups:
             kinds,
             given.get("backend_options"),
             given["timeout"],
-            connections,
+            _of_gloo(group, connections),
             is_local=any(one.name() == "fake" for one in _backends_of(group)),
         )
         member.first_call = _calls_of(group)
@@ -140,17 +141,16 @@ class ProcessGroups:
     def _check(self, member: _Member, group: dist.ProcessGroup) -> None:
         """Note why the group is not renewable, and the devices of gloo."""
         expected = 0
-        for backend in _backends_of(group):
-            if isinstance(backend, dist.ProcessGroupGloo):
-                self._devices.note(backend)
-                expected += (group.size() - 1) * len(_devices_of(backend))
+        for backend in _gloo_backends_of(group):
+            self._devices.note(backend)
+            expected += (group.size() - 1) * len(_devices_of(backend))
         others = set(member.kinds.values()) - set(KINDS)
         if others:
             member.problem = f"group {member.name} uses the backend {min(others)}"
-        elif len(member.connections) != expected and _uses_only_gloo(group):  # Rule 2
+        elif len(member.connections) != expected:  # Rule 2
             member.problem = (
                 f"{len(member.connections)} connections were opened during the creation of group "
-                f"{member.name}, which has {expected}"
+                f"{member.name}, of which {expected} are gloo's"
             )
 
     def _alive(self) -> list[_Member]:
@@ -250,7 +250,7 @@ class ProcessGroups:
     ) -> None:
         member.first_call = _calls_of(group)
         with self._lock:
-            member.connections = connections
+            member.connections = _of_gloo(group, connections)
             is_aborted = self._is_aborted
         self._check(member, group)
         if is_aborted:
@@ -315,9 +315,13 @@ def _devices_of(backend: Any) -> list[Any]:
     return list(backend.options._devices)
 
 
-def _uses_only_gloo(group: dist.ProcessGroup) -> bool:
-    # NCCL opens its connections later, and in threads of its own.
-    return all(isinstance(one, dist.ProcessGroupGloo) for one in _backends_of(group))
+def _gloo_backends_of(group: dist.ProcessGroup) -> list[dist.ProcessGroupGloo]:
+    return [one for one in _backends_of(group) if isinstance(one, dist.ProcessGroupGloo)]
+
+
+def _of_gloo(group: dist.ProcessGroup, connections: frozenset[Connection]) -> frozenset[Connection]:
+    """Those that may be gloo's. NCCL ends its own, which it mostly opens later."""
+    return connections if _gloo_backends_of(group) else frozenset()
 
 
 def _calls_of(group: dist.ProcessGroup) -> int:

@@ -7,6 +7,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from ftrun.agent.launch.parking import NCCL_ERRORS, report_nccl_errors, survivor_variables
 from ftrun.agent.launch.rank_trees import _ORPHANS_WAIT_S, KILL_WAIT_S
 from ftrun.config.cluster import MembershipSettings
 from ftrun.config.profile import RestartConfig
@@ -28,6 +29,7 @@ from ftrun.config.run_spec import RunSpec
 from ftrun.ids import version
 from ftrun.journal import Journal
 from ftrun.linux import become_subreaper
+from ftrun.wire.cluster.generation import GenerationPlan, NodeCard, PlanMember
 from ftrun.wire.cluster.membership import ParkedRank
 from ftrun.wire.messages.worker import LaunchRequest, decode_launch, encode_launch
 from ftrun.wire.run_environment import RunFolder
@@ -76,6 +78,12 @@ def prepare(group, generation, num_ranks, joins=False):
     request = LaunchRequest(generation, -1, num_ranks, os.getpid(), "", joins=joins)
     group.prepare(request, range(num_ranks), kept=None, rails={})
 
+def next_plan(*staying):
+    # node a runs the first ranks of generation 5, node b the others, and c is a spare
+    a, b, c = (NodeCard(name, 1, name, 1, 10) for name in "abc")
+    members = [PlanMember(a, 0), PlanMember(b, 10)]
+    return GenerationPlan(5, "a", "", members, [c], None, "", "a", 1, staying=list(staying))
+
 def until(is_so):
     give_up_s = time.monotonic() + 60
     while not is_so():
@@ -84,7 +92,8 @@ def until(is_so):
 
 def start(group, local, out):
     starter = group.starter
-    return starter(sys.executable, ["-u", "train.py"], {"MASTER_PORT": "77"}, out, out, local)
+    env = {"MASTER_PORT": "77", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}  # as torch's launcher
+    return starter(sys.executable, ["-u", "train.py"], env, out, out, local)
 """
 
 ALL_KINDS = """
@@ -121,7 +130,7 @@ group.suspend(False)
 
 (old,) = group.parked
 assert (old.poll(), old.wait(), old.state) == (0, 0, "parked"), "torch does not end it"
-group.keep_parked([0])
+group.keep_parked(next_plan(0), "a")
 prepare(group, 5, 5, joins=True)
 joins = [slot.request.joins for slot in group.slots]
 assert joins == [False, True, True, True, True], joins
@@ -132,6 +141,7 @@ until(lambda: Path("out").exists() and Path("out").read_text().endswith("\\n"))
 request = decode_launch(Path("out").read_text())
 assert (request.generation, request.start, request.joins) == (5, "stayed", False)
 assert request.variables["MASTER_PORT"] == "77"
+assert request.variables["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "0", "NCCL ends no rank"
 assert {"heartbeat", "command", "stack", "stdout", "stderr"} <= request.descriptors.keys()
 group.kill()
 assert handle.child.status == -9
@@ -143,7 +153,7 @@ UNNAMED = """
 group = group_of("pass", "pass", "os._exit(1)")
 group.park(failed=())
 assert len(group.parked) == 2
-group.keep_parked([1])
+group.keep_parked(next_plan(1), "a")
 assert [handle.child.status for handle in group.handles[:2]] == [-9, None]
 prepare(group, 5, 3, joins=True)
 (kept,) = group.starter.parked.values()
@@ -153,13 +163,23 @@ assert group.starter.parked == {}
 print("clean")
 """
 
+OF_ANOTHER_NODE = """
+for node_id in "bc":  # another node has parked these ranks in a later generation
+    group = group_of("pass", "pass")
+    group.park(failed=())
+    group.keep_parked(next_plan(0, 1), node_id)
+    assert [handle.child.status for handle in group.handles] == [-9, -9]
+    assert group.starter.parked == {}
+print("clean")
+"""
+
 ENDS_BEFORE_ITS_START = """
 group = group_of("pass", "os._exit(1)")
 group.park(failed=())
 (old,) = group.parked
 old.child.signal(signal.SIGKILL)
 assert old.child.wait(60)
-group.keep_parked([0])
+group.keep_parked(next_plan(0), "a")
 prepare(group, 5, 2, joins=True)
 handle = start(group, 0, "out")
 assert group.ended() == [handle], "the generation fails as by any death of a rank"
@@ -200,7 +220,10 @@ print("clean")
 """
 
 
-CASES = [ALL_KINDS, UNNAMED, ENDS_BEFORE_ITS_START, NONE_HAS_STEPPED, NOT_GUARDED, STOPPED]
+CASES = [
+    *(ALL_KINDS, UNNAMED, OF_ANOTHER_NODE, ENDS_BEFORE_ITS_START),
+    *(NONE_HAS_STEPPED, NOT_GUARDED, STOPPED),
+]
 
 
 def test_ranks_park_or_end(tmp_path: Path) -> None:
@@ -217,6 +240,26 @@ def test_ranks_park_or_end(tmp_path: Path) -> None:
         printed.seek(0)
         text = printed.read()
     assert text.count("clean\n") == len(CASES), text
+
+
+def test_nccl_ends_no_rank_that_may_stay_unless_the_user_has_decided() -> None:
+    assert survivor_variables({}, survivors="on") == {NCCL_ERRORS: "0"}
+    assert survivor_variables({}, survivors="off") == {}
+    assert survivor_variables({NCCL_ERRORS: "1"}, survivors="on") == {}
+
+
+@pytest.mark.parametrize(("user", "level", "words"), [
+    ({}, "INFO", "--survivors on sets TORCH_NCCL_ASYNC_ERROR_HANDLING=0"),
+    ({NCCL_ERRORS: "2"}, "", ""),
+    ({NCCL_ERRORS: "3"}, "WARNING", "TORCH_NCCL_ASYNC_ERROR_HANDLING=3 lets NCCL end ranks"),
+])  # fmt: skip
+def test_what_nccl_does_is_said_at_the_start(
+    user: dict[str, str], level: str, words: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level("INFO"):
+        report_nccl_errors(user)
+    assert [one.levelname for one in caplog.records] == ([level] if level else [])
+    assert words in caplog.text
 
 
 def test_a_node_answers_a_ballot_in_time_with_the_longest_wait_for_its_ranks() -> None:

@@ -1,4 +1,4 @@
-"""Observations of ranks that make no steps: times without a change, and their logs."""
+"""Observations of ranks that make no steps: times without a change, and their logs; their cost."""
 
 import os
 import pickle
@@ -6,7 +6,7 @@ import signal
 import socket
 import subprocess
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from queue import SimpleQueue
@@ -183,3 +183,49 @@ def test_dumps_on_a_dead_file_system_delay_the_views_once(
             assert observer.views[0].unresponsive_s >= for_s
         assert not (part.parent / "rank_1").exists()
         assert part.read_bytes(), "the thread continues when the file system answers"
+
+
+@pytest.mark.parametrize(
+    ("cpu_s", "every_s"), [(0.0, 1.0), (0.0015, 1.0), (0.01, 5.0), (0.1, 50.0)]
+)
+def test_the_cost_of_monitoring_is_bounded_while_ranks_make_steps(
+    handle: WorkerHandle,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    cpu_s: float,
+    every_s: float,
+) -> None:
+    """`cpu_s`: processor time of one sample. Only samples ask the rank and read /proc."""
+    now, used, calls = [clock.now_s()], [0.0], list[str]()
+
+    def counted(name: str, result: object) -> Callable[..., object]:
+        def call(*_: object, **__: object) -> object:
+            calls.append(name)
+            used[0] += cpu_s * (name == "trace")
+            return result
+
+        return call
+
+    observer = RankObserver(SimpleQueue(), HangConfig(), tmp_path, lambda _: ())
+    observer.observe([handle])
+    handle.slot.page.set(HeartbeatField.HAS_SERVER, 1)
+    monkeypatch.setattr(clock, "now_s", lambda: now[0])
+    monkeypatch.setattr(clock, "now_ns", lambda: int(now[0] * 1e9))
+    monkeypatch.setattr(clock, "wall_s", lambda: 1e9 + now[0])
+    monkeypatch.setattr(clock, "thread_cpu_s", lambda: used[0])
+    monkeypatch.setattr(ranks, "read_trace", counted("trace", None))
+    monkeypatch.setattr(ranks, "resident_bytes", counted("resident", 0))
+    monkeypatch.setattr(ranks, "free_memory", counted("memory", 0))
+    monkeypatch.setattr(ranks.SocketStats, "poll", counted("sockets", ()))
+    for name in ("process_facts", "take_stack"):
+        monkeypatch.setattr(ranks, name, counted(name, None))
+    for _ in range(int(100.0 / ranks.POLL_EVERY_S)):
+        now[0] += ranks.POLL_EVERY_S
+        handle.slot.page.set(HeartbeatField.HEARTBEAT_NS, clock.now_ns())
+        observer._poll()
+    count = 100.0 / every_s
+    assert calls.count("trace") == calls.count("resident") == calls.count("sockets")
+    assert count - 2 <= calls.count("trace") <= count + 1
+    assert calls.count("memory") <= 20
+    assert set(calls) == {"trace", "resident", "sockets", "memory"}
+    assert ranks._BOTH_ENDS * used[0] / 100.0 < 0.005, "of a processor"

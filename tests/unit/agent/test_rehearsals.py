@@ -5,11 +5,20 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
 from ftrun.agent.launch import rehearsals
+from ftrun.agent.launch.process import spawn
+from ftrun.agent.launch.warm_start import LaunchSlot, WorkerHandle
+from ftrun.config.profile import Profile, RestartConfig
+from ftrun.config.run_spec import RunSpec
+from ftrun.ids import version
 from ftrun.linux import AvailableMemory
+from ftrun.wire.messages.worker import LaunchRequest, Parked
+from ftrun.wire.shared_memory.pages import SharedPage, create_page, create_stack_file
 
 MB = 1 << 20
 
@@ -55,3 +64,38 @@ def test_the_memory_and_the_score_of_a_process(process: subprocess.Popen[bytes])
     assert rehearsals.resident_bytes(process.pid) == 0
     rehearsals._set_oom_score(process.pid, 500)  # it has ended
     rehearsals._set_priority(process.pid, 5)
+
+
+def parked_process(first_step: int, last_step: int) -> WorkerHandle:
+    """A process in place of a rehearsed standby of rank 0."""
+    words = [sys.executable, "-c", "import time; time.sleep(60)"]
+    child = spawn(words, name="rank", variables=os.environ, new_session=True)
+    descriptors = {"heartbeat": create_page("rank-0"), "stack": create_stack_file("0")}
+    request = LaunchRequest(4, 0, 1, os.getpid(), "", descriptors=descriptors)
+    slot = LaunchSlot(request, SharedPage(descriptors["heartbeat"]))
+    parked = Parked(4, first_step, last_step)
+    return WorkerHandle(0, child, slot, "rehearsed", parked=parked)
+
+
+@pytest.mark.parametrize(("step", "is_used", "lives"), [
+    (6, False, True), (7, True, True), (30, True, True), (31, False, False),
+])  # fmt: skip
+def test_a_standby_is_used_only_for_a_version_of_its_loop(
+    step: int, is_used: bool, lives: bool
+) -> None:
+    profile = Profile(restart=RestartConfig(survivors="on", rehearse="all"))
+    spec = RunSpec(
+        run_id="r", script="s", torchrun_argv=[], log_folder=".", cwd=".", profile=profile
+    )
+    run = SimpleNamespace(spec=spec, workers=SimpleNamespace(slots=[]))
+    made = rehearsals.Rehearsals(cast("Any", run))
+    handle = parked_process(7, 30)
+    made._parked[0] = handle
+    request = LaunchRequest(5, -1, 1, os.getpid(), "", joins=True, restore=version(4, step))
+    try:
+        assert made.begin_generation(request, range(1), ()) == ({0: handle} if is_used else {})
+        assert bool(made.handles) == (lives and not is_used)
+        assert handle.child.wait(0.2 if lives else 60) != lives
+    finally:
+        handle.child.signal(9)
+        handle.child.wait(60)

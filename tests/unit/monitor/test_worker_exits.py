@@ -46,6 +46,15 @@ FACTS = ExitFacts(rank=Rank(1), pid=42, status=0)
             ExitKind.EXCEPTION,
             "raised ValueError: bad",
         ),
+        (
+            replace(FACTS, status=1, message="SetUpDifference: x", traceback=TRACE),
+            ExitKind.EXCEPTION,
+            "raised SetUpDifference",
+        ),
+        *(
+            (replace(FACTS, status=1, message=f"{name}: x"), ExitKind.JOIN_REFUSED, f"{name}: x")
+            for name in ("JoinRefused", "SetUpDiffers")
+        ),
         (replace(FACTS, status=-11), ExitKind.SIGNAL, "killed by SIGSEGV"),
         (replace(FACTS, status=-9), ExitKind.SIGNAL, "sender unknown"),
         (replace(FACTS, status=-9, oom_kills=0), ExitKind.SIGNAL, "not out of memory"),

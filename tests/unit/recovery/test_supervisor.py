@@ -117,6 +117,37 @@ def test_a_rank_that_hangs_does_not_stay_and_after_an_anomaly_none_does(
     assert command == StartGeneration("rank 1 was killed", stay, failed)
 
 
+def refused(rank: int = 1) -> WorkerExit:
+    return WorkerExit(
+        Rank(rank), ExitKind.JOIN_REFUSED, 1, "the set-up of rank 1 differs", "", "exception x"
+    )
+
+
+def test_a_rank_that_cannot_join_costs_no_budget_and_is_known_to_the_next_leader() -> None:
+    made = supervisor(budget=1)
+    fails(made, killed(), at=9)
+    without = made.history(now_s=1.0)
+    assert made.handle(ends(refused(), raised(), at=progress(9, here=0)), now_s=1.0) == [
+        KillWorkers("the set-up of rank 1 differs"),
+        StartGeneration("the set-up of rank 1 differs"),
+    ]
+    known = made.history(now_s=1.0)
+    assert known == msgspec.structs.replace(
+        without, restarts=2, join_problem="the set-up of rank 1 differs"
+    )
+    later = supervisor()
+    later.succeed(known, now_s=1.0)
+    later.succeed(without, now_s=1.0)
+    assert later.join_problem == "the set-up of rank 1 differs"
+
+
+def test_a_second_refusal_is_a_failure_like_any_other() -> None:
+    made = supervisor(budget=0)
+    made.join_problem = "the set-up of rank 0 differs"
+    (_, end) = made.handle(ends(refused(), at=progress(9)), now_s=1.0)
+    assert isinstance(end, EndRun)
+
+
 def test_restart_of_a_script_without_attach_reports_where_it_begins() -> None:
     commands = supervisor().handle(ends(killed(), at=progress(5, attached=False)), now_s=1.0)
     assert isinstance(commands[1], StartGeneration)

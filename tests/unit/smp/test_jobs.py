@@ -6,7 +6,8 @@ import threading
 
 import pytest
 
-from ftrun.smp.jobs import JobLanes, at_low_priority, lower_thread_priority
+from ftrun.linux import at_low_priority, lower_thread_priority
+from ftrun.smp.jobs import JobLanes
 from tests.exhausted import no_threads
 
 

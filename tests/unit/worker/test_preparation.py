@@ -104,13 +104,22 @@ def test_the_settings_of_a_zygote_come_back_from_their_text() -> None:
 
 
 @pytest.mark.full
-def test_the_compiler_can_be_imported_in_a_process_that_is_forked() -> None:
-    """In a process with the modules of a zygote; each name is one of torch."""
+def test_the_compiler_can_be_imported_in_a_process_that_is_forked(tmp_path: Path) -> None:
+    """In a process with the modules of a zygote; each name is one of torch, but the last one."""
+    (tmp_path / "its_priority.py").write_text(
+        "import os, threading\nFOUND = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())\n"
+    )
     code = (
-        "from ftrun.worker.process.preparation import COMPILER, import_compiler\n"
+        "import os, sys\n"
+        "from ftrun.worker.process import preparation\n"
         "from ftrun.worker.process.zygote import PRELOAD, preload\n"
+        f"sys.path.append({str(tmp_path)!r})\n"
+        "preparation.COMPILER += ('its_priority',)\n"
         "assert preload(PRELOAD) == {}\n"
-        "assert import_compiler() == ''\n"
+        "before = os.getpriority(os.PRIO_PROCESS, 0)\n"
+        "assert preparation.import_compiler() == ''\n"
+        "import its_priority\n"
+        "assert before == os.getpriority(os.PRIO_PROCESS, 0) < its_priority.FOUND\n"
         "from torch._inductor.cpu_vec_isa import valid_vec_isa_list\n"
         "assert valid_vec_isa_list.cache_info().currsize == 1\n"
     )

@@ -62,10 +62,11 @@ def test_a_descriptor_that_is_used_again_is_not_cut() -> None:
     last.close()
 
 
-def real_pair(noted: ProcessGroups) -> list[dist.ProcessGroup]:
+def real_pair(noted: ProcessGroups, backend_name: str = "gloo") -> list[dist.ProcessGroup]:
     """A group of two ranks, both in this process; `noted` knows the first."""
     store = dist.HashStore()
     made: list[Any] = [None, None]
+    is_connected = threading.Event()
 
     def create(rank: int) -> dist.ProcessGroup:
         group = dist.ProcessGroup(store, rank, 2)
@@ -78,13 +79,29 @@ def real_pair(noted: ProcessGroups) -> list[dist.ProcessGroup]:
 
     def first(_: Any) -> Any:
         made[0] = create(0)
-        c10d._world.pg_map[made[0]] = ("gloo", store)
+        if "nccl" in backend_name:
+            kind = dist.ProcessGroup.BackendType.NCCL
+            made[0]._register_backend(torch.device("cuda"), kind, backends.fake(0, 2, fails=False))
+        c10d._world.pg_map[made[0]] = (backend_name, store)
+        assert is_connected.wait(TIMEOUT.total_seconds())  # an abort would end it while it connects
         return made[0], store
 
-    other = threading.Thread(target=lambda: made.__setitem__(1, create(1)))
+    def second() -> None:
+        made[1] = create(1)
+        is_connected.set()
+
+    other = threading.Thread(target=second)
     other.start()
     noted.create = first
-    c10d._new_process_group_helper(2, 0, [0, 1], "gloo", store, "pair", timeout=TIMEOUT)  # type: ignore[arg-type]
+    c10d._new_process_group_helper(
+        2,
+        0,
+        [0, 1],
+        backend_name,
+        store,
+        "pair",
+        timeout=TIMEOUT,  # type: ignore[arg-type]
+    )
     other.join()
     return made
 
@@ -99,13 +116,48 @@ def test_a_group_that_is_created_after_an_abort_is_aborted(noted: ProcessGroups)
         del c10d._world.pg_map[first], second
 
 
+@pytest.mark.parametrize("backend_name", ["gloo", "cpu:gloo,cuda:nccl"])
 def test_connections_of_another_thread_are_not_taken_for_those_of_a_group(
-    noted: ProcessGroups,
+    noted: ProcessGroups, backend_name: str
 ) -> None:
     # Both ends of this group are in this process, so one connection is too many.
-    first, second = real_pair(noted)
-    assert noted.problem.startswith("2 connections were opened during the creation of group pair")
+    first, second = real_pair(noted, backend_name)
+    assert noted.problem == (
+        "2 connections were opened during the creation of group pair, of which 1 are gloo's"
+    )
     del c10d._world.pg_map[first], second
+
+
+def test_no_connection_is_cut_for_a_group_without_gloo(noted: ProcessGroups) -> None:
+    found: list[Any] = []
+
+    def create(_: Any) -> Any:
+        found.extend(tcp_pair())  # of another thread
+        group = dist.ProcessGroup(dist.HashStore(), 0, 2)
+        kind = dist.ProcessGroup.BackendType.NCCL
+        group._register_backend(torch.device("cuda"), kind, backends.fake(0, 2, fails=False))
+        c10d._world.pg_map[group] = ("nccl", dist.HashStore())
+        found.append(group)
+        return group, None
+
+    noted.create = create
+    c10d._new_process_group_helper(
+        2,
+        0,
+        [0, 1],
+        "nccl",
+        dist.HashStore(),
+        "pair",
+        timeout=TIMEOUT,  # type: ignore[arg-type]
+    )
+    one, other, group = found
+    assert noted.problem == ""
+    noted.abort()
+    one.send(b"x")
+    assert other.recv(1) == b"x"
+    del c10d._world.pg_map[group]
+    one.close()
+    other.close()
 
 
 def test_groups_that_cannot_be_renewed(

@@ -24,10 +24,18 @@ from ftrun.recovery.commands import (
     JournalEntry,
     KillWorkers,
     RequestFinalSnapshot,
+    Send,
     SignalWorkers,
     StartRanks,
 )
-from ftrun.wire.cluster.membership import Accepted, Heartbeat, Join, LeaderInfo, ParkedRank
+from ftrun.wire.cluster.membership import (
+    Accepted,
+    Heartbeat,
+    Join,
+    LeaderInfo,
+    ParkedRank,
+    Prepare,
+)
 from ftrun.wire.cluster.messages import AnyClusterMessage, JournalLines
 from ftrun.wire.messages.smp import Inventory
 from tests.unit.membership.agents import Agents
@@ -126,6 +134,21 @@ def test_a_rank_at_fault_does_not_stay() -> None:
     assert made.plan("a").staying == [0, 2]
 
 
+def test_after_a_rank_could_not_join_no_rank_stays_under_any_leader() -> None:
+    made = with_parked_ranks()
+    works(made, 9, "b", exits=(exited(1, ExitKind.JOIN_REFUSED, 1),))
+    made.passes(2.0)
+    plan = made.plan("a")
+    assert (plan.generation, plan.staying) == (1, [])
+    assert plan.history.join_problem == "rank 1: join refused"
+    assert plan.history.spent_ages_s == []
+    hold(made, 12, "abc", generation=1)
+    made.kill("a")
+    made.passes(6.0)
+    plan = made.plan("b")
+    assert (plan.generation, plan.staying, plan.not_staying) == (2, [], "")
+
+
 def test_a_node_that_is_lost_after_the_plan_was_sent_costs_all_processes() -> None:
     made = with_parked_ranks()
     made.reads["d"] = None
@@ -140,6 +163,22 @@ def test_a_node_that_is_lost_after_the_plan_was_sent_costs_all_processes() -> No
     assert notes(made, "a", "ranks_stayed") == [
         "generation 2: no rank stays, because the ranks of node a have run generation 0"
     ]
+
+
+def test_a_member_that_is_lost_in_a_ballot_without_survivors_does_not_change_that() -> None:
+    """Other nodes may have missed the first ballot, and the ranks hold wrong values."""
+    made = with_parked_ranks()
+    made.reads["b"] = None
+    works(made, 9, "b", exits=(exited(1, ExitKind.NUMERICAL_ANOMALY, 1),))
+    made.passes(1.0)
+    assert made.running() == {}, "b does not answer"
+    made.kill("b")
+    made.passes(1.0)
+    assert made.running() == {"a": 2, "c": 2, "d": 2}
+    sent = [one.message for one in made["a"].sent if isinstance(one, Send)]
+    asked = {(one.generation, one.stay) for one in sent if isinstance(one, Prepare)}
+    assert {(1, False), (2, False)} <= asked
+    assert (2, True) not in asked
 
 
 def test_an_unresponsive_node_is_lost_after_the_deadline() -> None:
