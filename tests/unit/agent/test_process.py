@@ -124,7 +124,8 @@ def test_a_process_is_watched_a_few_times_at_most_in_a_generation(start: Start) 
     with line, its_end:
         slot = LaunchSlot(launch_request(), SharedPage(create_page("rank-0")), line)
         assert _woken(WorkerHandle(0, child, slot, "warm"), slot.request) is child
-    watched(child)
+    child.watch_thread()
+    assert len(child.descriptors) == 2
 
 
 def test_a_stopped_process_is_not_ending(start: Start) -> None:
