@@ -172,7 +172,7 @@ def _warm_up_groups() -> None:
         with visibility.quiet_stderr(), contextlib.suppress(RuntimeError):
             store = dist.HashStore()  # type: ignore[attr-defined]
             dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-        dist.ProcessGroupGloo.create_device(interface="lo")  # type: ignore[attr-defined]
+        dist.ProcessGroupGloo.create_device(interface="lo")
         if dist.is_initialized():
             dist.destroy_process_group()
         dist.distributed_c10d._world.group_count = 0  # the name of the next group
