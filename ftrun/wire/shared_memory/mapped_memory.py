@@ -28,7 +28,7 @@ or are made of several of these parts."""
 MADV_POPULATE_READ = 22
 MADV_POPULATE_WRITE = 23
 _MADV_COLLAPSE = 25
-_MAP_FIXED = 16
+_SHARED_FIXED = mmap.MAP_SHARED | 16
 _PROT_NONE = 0
 _SLOWEST_BYTES_S = 512 << 20
 """A third of the rate on a machine with free huge pages. Below it the kernel moves other memory to
@@ -82,8 +82,7 @@ class MappedMemory:
         size = -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
         self._address = map_aligned(size)
         access = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
-        fixed = mmap.MAP_SHARED | _MAP_FIXED
-        if _libc.mmap(self._address, num_bytes, access, fixed, fd, 0) != self._address:
+        if _libc.mmap(self._address, num_bytes, access, _SHARED_FIXED, fd, 0) != self._address:
             number = ctypes.get_errno()
             unmap(self._address, size)
             raise OSError(number, f"{num_bytes:,} bytes of memory cannot be mapped")
@@ -125,7 +124,7 @@ class HugePageAllocator:
         os.posix_fallocate(self._fd, at, num_bytes)
 
     def _collapse(self, mapped: MappedMemory, at: int, num_bytes: int) -> bool:
-        """Allocate huge pages; return whether to go on with them."""
+        """Allocate huge pages; return whether there are more to expect."""
         for part in range(at, at + num_bytes, HUGE_BYTES):
             os.posix_fallocate(self._fd, part, 1)
         began_s = clock.now_s()
