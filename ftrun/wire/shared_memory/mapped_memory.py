@@ -54,13 +54,18 @@ def map_aligned(num_bytes: int, access: int = _PROT_NONE) -> int:
     size = num_bytes + HUGE_BYTES
     address = _libc.mmap(None, size, access, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0)
     if address is None or address == ctypes.c_void_p(-1).value:
-        raise OSError(ctypes.get_errno(), f"no {size:,} bytes of addresses")
+        raise _error(f"{size:,} bytes of addresses (ulimit -v)")
     before = -address % HUGE_BYTES
     if before:
         unmap(address, before)
     begin: int = address + before
     unmap(begin + num_bytes, HUGE_BYTES - before)
     return begin
+
+
+def _error(what: str) -> OSError:
+    number = ctypes.get_errno()
+    return OSError(number, f"{os.strerror(number)}: {what}")
 
 
 def unmap(address: int, num_bytes: int) -> None:
@@ -83,9 +88,9 @@ class MappedMemory:
         self._address = map_aligned(size)
         access = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
         if _libc.mmap(self._address, num_bytes, access, _SHARED_FIXED, fd, 0) != self._address:
-            number = ctypes.get_errno()
+            error = _error(f"{num_bytes:,} bytes of memory cannot be mapped")
             unmap(self._address, size)
-            raise OSError(number, f"{num_bytes:,} bytes of memory cannot be mapped")
+            raise error
         mapped = (ctypes.c_ubyte * num_bytes).from_address(self._address)
         # It is unmapped when the last view of it has ended; at exit the kernel does it.
         weakref.finalize(mapped, unmap, self._address, size).atexit = False
