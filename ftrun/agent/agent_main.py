@@ -12,7 +12,7 @@ from pathlib import Path
 
 import msgspec
 
-from ftrun.agent.launch.agent_start import Started, script_folder, set_variables_of_torch
+from ftrun.agent.launch.agent_start import Started, script_folder, set_thread_count
 from ftrun.agent.launch.process import ChildProcess
 from ftrun.agent.launch.zygote_client import ZygoteClient
 from ftrun.agent.snapshots.retained_memory import (
@@ -87,7 +87,7 @@ def _zygote(spec: RunSpec, started: Started, journal: Journal) -> ZygoteClient |
     if started.error is not None:
         raise started.error
     os.chdir(spec.cwd)
-    set_variables_of_torch(spec.torchrun_argv)
+    set_thread_count(spec.torchrun_argv)
     if spec.profile.start.mode != "warm":
         return None
     start = msgspec.to_builtins(spec.profile.start)

@@ -85,13 +85,8 @@ def begin() -> Started | None:
     return Started((mine, pid), is_forked=is_forked)
 
 
-def set_variables_of_torch(argv: list[str]) -> None:
-    """Set what torch and OpenMP read early, if the user has not.
-
-    OMP_NUM_THREADS as torchrun does. THP_MEM_ALLOC_ENABLE (torch 2.0 to 2.15) has tensors of 2 MB
-    and more in huge pages: first touches after a restart, and the end of a process, take less time.
-    """
-    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
+def set_thread_count(argv: list[str]) -> None:
+    """Set OMP_NUM_THREADS as torchrun does in its own process, but early enough for OpenMP."""
     if "OMP_NUM_THREADS" in os.environ:
         return
     value = os.environ.get("PET_NPROC_PER_NODE", "1")
@@ -139,7 +134,7 @@ def _prepare(folder: RunFolder) -> ZygoteSettings | None:
         settings: dict[str, Any] = spec["profile"]["start"]
         if settings["mode"] != "warm":
             return None
-        set_variables_of_torch(spec["torchrun_argv"])
+        set_thread_count(spec["torchrun_argv"])
         before = os.environ.get(_NVML_CHECK)
         # is_available() must not call cuInit here, because that would break CUDA in every fork.
         os.environ.setdefault(_NVML_CHECK, "1")

@@ -33,7 +33,8 @@ MAX_OUTPUT_BYTES = 2048
 """Of a program that `run_bounded` runs; the start of a longer output is dropped."""
 _PIDFD_THREAD = os.O_EXCL
 _MAX_WATCHED = 3
-"""Threads of one process that are watched after one another, because a thread may end alone."""
+"""Threads of one process that are watched after one another in a generation, because a thread may
+end alone."""
 
 awaited: set[int] = set()
 """Pids of programs for whose end another thread waits, such as hooks."""
@@ -63,19 +64,28 @@ class ChildProcess:
         return status
 
     @property
+    def is_alive(self) -> bool:
+        """It neither has ended nor is being ended, as far as `reap` and `is_ending` have found."""
+        return self.status is self.ends_with is None
+
+    @property
     def descriptors(self) -> list[int]:
         """Readable when the child, or its watched thread, has ended; empty after it was reaped."""
         return [] if self.status is not None else [self.pidfd, *self._thread_fds]
 
     def watch_thread(self) -> None:
         """Watch one thread other than the main thread, so that `is_ending` can report."""
-        if self._thread_fd >= 0 or self._num_watched == _MAX_WATCHED or self.status is not None:
+        if self._thread_fd >= 0 or self._num_watched == _MAX_WATCHED or not self.is_alive:
             return
         with contextlib.suppress(OSError):  # it has just ended; before Linux 6.9: no such flag
             others = {int(name) for name in os.listdir(f"/proc/{self.pid}/task")} - {self.pid}
             if others:
                 self._num_watched += 1
                 self._thread_fd = os.pidfd_open(min(others), _PIDFD_THREAD)
+
+    def renew_watch(self) -> None:
+        """Let other threads be watched, because the process begins another generation."""
+        self._num_watched = 0
 
     def is_ending(self) -> bool:
         """Whether a signal or a failure ends the child; `status` follows when it has ended."""

@@ -80,8 +80,8 @@ class WorkerHandle:
 
     @property
     def state(self) -> str:
-        if self.child.status is not None:
-            return "finished" if self.child.status == 0 else "ended"
+        if not self.child.is_alive:
+            return "finished" if self.child.ended_with == 0 else "ended"
         if self.parked is not None:
             return "parked"
         if self.stopped_since_s is not None:
@@ -246,6 +246,7 @@ def _woken(parked: WorkerHandle, request: LaunchRequest) -> ChildProcess:
     """
     child, line = parked.child, parked.slot.line
     assert line is not None
+    child.renew_watch()
     child.signal_group(signal.SIGCONT)  # it may have been stopped while it was parking
     try:
         send_request(line, encode_launch(request), list(request.descriptors.values()))

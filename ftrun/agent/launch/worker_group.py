@@ -274,8 +274,7 @@ class WorkerGroup:
         return [slot for _, slot in sorted(self.starter.slots.items())]
 
     def alive(self) -> list[WorkerHandle]:
-        children = [(handle, handle.child) for handle in self.handles]
-        return [one for one, child in children if child.status is child.ends_with is None]
+        return [handle for handle in self.handles if handle.child.is_alive]
 
     @property
     def descriptors(self) -> list[int]:

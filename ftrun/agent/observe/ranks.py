@@ -179,7 +179,7 @@ class RankObserver:
         if self._dumps.is_written:
             return
         for handle in handles:
-            facts = process_facts(handle.pid) if handle.child.status is None else None
+            facts = process_facts(handle.pid) if handle.child.is_alive else None
             is_stopped = facts is None or facts.state in ("T", "t")
             if is_stopped or self._unresponsive_s(handle, now_s) < _STUCK_S:
                 continue
@@ -265,7 +265,7 @@ class RankObserver:
 
     def _view(self, handle: WorkerHandle, connections: tuple[RankConnection, ...]) -> RankView:
         page, rank = handle.slot.page, handle.slot.rank
-        facts = process_facts(handle.pid) if handle.child.status is None else None
+        facts = process_facts(handle.pid) if handle.child.is_alive else None
         unresponsive_s = self._unresponsive_s(handle, clock.now_s())
         view = RankView(
             rank=rank,
@@ -376,7 +376,7 @@ def _last_calls(handle: WorkerHandle, reader: RecorderReader) -> tuple[RankView,
     page, slot = handle.slot.page, handle.slot
     groups: tuple[ProcessGroupView, ...] = ()
     data = b""
-    if handle.child.status is None:
+    if handle.child.is_alive:
         recorded = reader.read(page, deadline_s=QUICK_S)
         groups, data = recorded.groups, recorded.answer
     if not groups and (trace := parse_trace(data := left_calls(slot.stack_fd))):
@@ -385,7 +385,7 @@ def _last_calls(handle: WorkerHandle, reader: RecorderReader) -> tuple[RankView,
     view = RankView(
         rank=slot.rank,
         pid=handle.pid,
-        process="" if handle.child.status is not None else "S",
+        process="S" if handle.child.is_alive else "",
         step=page.get(HeartbeatField.STEP),
         unresponsive_s=0.0,
         is_finished=handle.child.status == 0,
@@ -432,7 +432,7 @@ class Sampler:
         if before_s and abs(ahead_s - before_s) > _CLOCK_STEP_S:
             return None  # the wall clock was set: times of calls from before it are not comparable
         ranks = tuple(self._rank(handle, ahead_s) for handle in handles)
-        pids = [handle.pid for handle in handles if handle.child.status is None]
+        pids = [handle.pid for handle in handles if handle.child.is_alive]
         links = tuple(self._sockets.poll(pids, at_s))
         available_bytes = 0
         if at_s >= self._memory_due_s:
@@ -448,7 +448,7 @@ class Sampler:
 
     def connections(self, handles: Sequence[WorkerHandle]) -> dict[int, tuple[RankConnection, ...]]:
         """Of each living rank, by its pid."""
-        pids = [handle.pid for handle in handles if handle.child.status is None]
+        pids = [handle.pid for handle in handles if handle.child.is_alive]
         return self._sockets.connections(pids, clock.now_s())
 
     def last_call(self, handle: WorkerHandle) -> str:
@@ -468,7 +468,7 @@ class Sampler:
         self.on_device |= bool(backends.device_backend or page.get(HeartbeatField.DEVICE_NS))
         is_on_cpu = not backends.device_backend or "gloo" in backends.by_device.values()
         is_read = page.get(HeartbeatField.HAS_SERVER) and is_on_cpu
-        if is_read and handle.child.status is None:
+        if is_read and handle.child.is_alive:
             trace = read_trace(handle.slot.request.rank_socket)
             for entry in trace.entries if trace is not None else ():
                 seq = entry.collective_seq_id
@@ -493,5 +493,5 @@ class Sampler:
             groups=page.groups,
             is_training=page.phase in ("", "train"),
             calls=tuple(page.calls_at_steps),
-            resident_bytes=resident_bytes(handle.pid) if handle.child.status is None else 0,
+            resident_bytes=resident_bytes(handle.pid) if handle.child.is_alive else 0,
         )

@@ -63,7 +63,7 @@ def write_dumps(folder: Path, ranks: Iterable[tuple[WorkerHandle, RecorderReader
     count = 0
     for handle, reader in ranks:
         page, rank = handle.slot.page, handle.slot.rank
-        facts = process_facts(handle.pid) if handle.child.status is None else None
+        facts = process_facts(handle.pid) if handle.child.is_alive else None
         if facts is None or facts.state in ("T", "t"):
             continue  # a stopped process does not answer
         if not page.get(HeartbeatField.HAS_SERVER):

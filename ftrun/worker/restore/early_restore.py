@@ -48,7 +48,12 @@ from ftrun.snapshot.layout import ITEM_BYTES, PAGE_BYTES, PLAIN_NAME, Layout, La
 from ftrun.snapshot.plain_values import TensorRef
 from ftrun.snapshot.replica_shares import members_of
 from ftrun.wire.shared_memory.arena import Arena, open_slot
-from ftrun.wire.shared_memory.mapped_memory import HUGE_BYTES
+from ftrun.wire.shared_memory.mapped_memory import (
+    MADV_POPULATE_WRITE,
+    advise,
+    map_aligned,
+    unmap,
+)
 from ftrun.worker.capture.copying import digest_of
 from ftrun.worker.context import WorkerContext
 from ftrun.worker.reshard.source import LocalShards
@@ -61,15 +66,6 @@ _STRIDE_BYTES = 8 << 20
 """Bytes prefaulted by one system call, which cannot be interrupted."""
 _RECHECK_BYTES = 64 << 20
 _LARGEST_PART = 0.5
-_POPULATE_WRITE = 23
-
-_libc = ctypes.CDLL(None, use_errno=True)
-_libc.mmap.restype = ctypes.c_void_p
-_libc.mmap.argtypes = [
-    *(ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long)
-]
-_libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
-_libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 _log = logging.getLogger(__name__)
 
@@ -225,16 +221,8 @@ class PrefaultedMemory:
         self._touching = threading.Lock()
         """Held while the kernel populates pages, which must not be unmapped at that time."""
         self._is_over = threading.Event()
-        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-        size = self._end + HUGE_BYTES
-        address = _libc.mmap(None, size, mmap.PROT_READ | mmap.PROT_WRITE, flags, -1, 0)
-        if address is None or address == ctypes.c_void_p(-1).value:
-            raise OSError(ctypes.get_errno(), f"no {size:,} bytes of addresses")
-        before = -address % HUGE_BYTES
-        self._address: int = address + before
-        _libc.munmap(address, before)
-        _libc.munmap(self._address + self._end, HUGE_BYTES - before)
-        _libc.madvise(self._address, self._end, mmap.MADV_HUGEPAGE)
+        self._address = map_aligned(self._end, mmap.PROT_READ | mmap.PROT_WRITE)
+        advise(self._address, self._end, mmap.MADV_HUGEPAGE)
 
     def touch(self) -> bool:
         """Populate all pages; return whether all exist.
@@ -253,7 +241,8 @@ class PrefaultedMemory:
                 # Memory that was handed out belongs to its tensor.
                 begin, end = max(at, self._at), min(at + _STRIDE_BYTES, self._end)
                 num_bytes = max(0, end - begin)
-                if num_bytes and _libc.madvise(self._address + begin, num_bytes, _POPULATE_WRITE):
+                address = self._address + begin
+                if num_bytes and not advise(address, num_bytes, MADV_POPULATE_WRITE):
                     return False  # an older kernel, or no memory: pages fault when they are used
         return True
 
@@ -267,7 +256,7 @@ class PrefaultedMemory:
             self._at += size
         memory = (ctypes.c_ubyte * num_bytes).from_address(address)
         # At exit the kernel frees everything; tensors may be used until then.
-        weakref.finalize(memory, _libc.munmap, address, size).atexit = False
+        weakref.finalize(memory, unmap, address, size).atexit = False
         return torch.frombuffer(memory, dtype=torch.uint8)
 
     def close(self) -> None:
@@ -275,7 +264,7 @@ class PrefaultedMemory:
         self._is_over.set()
         with self._touching, self._lock:
             if self._at < self._end:
-                _libc.munmap(self._address + self._at, self._end - self._at)
+                unmap(self._address + self._at, self._end - self._at)
             self._at = self._end
 
 

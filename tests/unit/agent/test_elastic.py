@@ -9,7 +9,7 @@ import torch
 from torch.distributed import run as torchrun
 
 from ftrun.agent.launch import elastic
-from ftrun.agent.launch.agent_start import set_variables_of_torch
+from ftrun.agent.launch.agent_start import set_thread_count
 from ftrun.agent.launch.warm_start import bound_to_cpus
 from ftrun.config.profile import Profile
 from ftrun.config.run_spec import RunSpec
@@ -96,24 +96,15 @@ def test_a_default_port_of_torch_is_not_a_given_one(
 def test_one_thread_for_each_of_several_ranks(
     monkeypatch: pytest.MonkeyPatch, argv: list[str], variables: dict[str, str], count: str | None
 ) -> None:
-    for name in ("OMP_NUM_THREADS", "PET_NPROC_PER_NODE", "THP_MEM_ALLOC_ENABLE"):
+    for name in ("OMP_NUM_THREADS", "PET_NPROC_PER_NODE"):
         monkeypatch.setenv(name, "")  # so that it is restored
         monkeypatch.delenv(name)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    set_variables_of_torch(argv)
+    others = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+    set_thread_count(argv)
     assert os.environ.get("OMP_NUM_THREADS") == count
-
-
-def test_tensors_are_in_huge_pages_unless_the_user_has_decided(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setenv("THP_MEM_ALLOC_ENABLE", "0")
-    set_variables_of_torch(["--", "train.py"])
-    assert os.environ["THP_MEM_ALLOC_ENABLE"] == "0"
-    monkeypatch.delenv("THP_MEM_ALLOC_ENABLE")
-    set_variables_of_torch(["--", "train.py"])
-    assert os.environ["THP_MEM_ALLOC_ENABLE"] == "1"
+    assert others.items() >= os.environ.items() - {("OMP_NUM_THREADS", count)}
 
 
 def test_ranks_are_bound_as_by_torch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

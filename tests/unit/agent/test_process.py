@@ -1,13 +1,17 @@
 """Children of the agent: their end is reported before the kernel has freed their memory."""
 
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 
 import pytest
+from launch_requests import launch_request
 
 from ftrun.agent.launch.process import ChildProcess, has_ended
+from ftrun.agent.launch.warm_start import LaunchSlot, WorkerHandle, _woken
+from ftrun.wire.shared_memory.pages import SharedPage, create_page
 
 WAIT_S = 20.0
 START = """
@@ -109,13 +113,19 @@ def test_a_thread_that_ends_alone_is_replaced_by_another_one(start: Start) -> No
     assert child.is_ending()
 
 
-def test_a_process_is_watched_a_few_times_at_most(start: Start) -> None:
+def test_a_process_is_watched_a_few_times_at_most_in_a_generation(start: Start) -> None:
     _, child = start()
     for _ in range(3):
         watched(child)
         child._unwatch()
     child.watch_thread()
     assert len(child.descriptors) == 1
+    line, its_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with line, its_end:
+        slot = LaunchSlot(launch_request(), SharedPage(create_page("rank-0")), line)
+        assert _woken(WorkerHandle(0, child, slot, "warm"), slot.request) is child
+    child.watch_thread()
+    assert len(child.descriptors) == 2
 
 
 def test_a_stopped_process_is_not_ending(start: Start) -> None:

@@ -1,10 +1,12 @@
 """Observations of ranks that make no steps: times without a change, and their logs; their cost."""
 
+import json
 import os
 import pickle
 import signal
 import socket
 import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -15,10 +17,10 @@ import pytest
 from msgspec.structs import replace
 
 from ftrun import clock
-from ftrun.agent.launch.process import ChildProcess
+from ftrun.agent.launch.process import ChildProcess, has_ended
 from ftrun.agent.launch.warm_start import LaunchSlot, WorkerHandle
 from ftrun.agent.observe import ranks, recorder_dumps
-from ftrun.agent.observe.ranks import RankObserver
+from ftrun.agent.observe.ranks import RankObserver, Sampler
 from ftrun.agent.observe.recorder import GroupMemory
 from ftrun.config.profile import HangConfig
 from ftrun.events import ErrorLine
@@ -30,6 +32,7 @@ from ftrun.wire.shared_memory.pages import (
     SharedPage,
     create_page,
     create_stack_file,
+    leave_calls,
 )
 
 
@@ -229,3 +232,60 @@ def test_the_cost_of_monitoring_is_bounded_while_ranks_make_steps(
     assert calls.count("memory") <= 20
     assert set(calls) == {"trace", "resident", "sockets", "memory"}
     assert ranks._BOTH_ENDS * used[0] / 100.0 < 0.005, "of a processor"
+
+
+TWO_THREADS = """
+import threading
+threading.Thread(target=threading.Event().wait, daemon=True).start()
+print("ready", flush=True)
+threading.Event().wait()
+"""
+LAST_CALL = {
+    "process_group": ["0", "default_pg"], "collective_seq_id": 8, "op_id": 8, "pg_id": 0,
+    "profiling_name": "gloo:all_reduce", "time_created_ns": 1, "retired": False,
+}  # fmt: skip
+
+
+def test_a_rank_that_is_being_ended_is_read_as_one_that_has_ended(tmp_path: Path) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-c", TWO_THREADS], text=True, stdout=subprocess.PIPE
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    child = ChildProcess(process.pid, "rank 1")
+    child.watch_thread()
+    child.signal(signal.SIGKILL)
+    try:
+        if len(child.descriptors) < 2:
+            pytest.skip("needs Linux 6.9: a pidfd of a thread")
+        assert has_ended(child.descriptors[1], wait_s=20.0)
+        assert child.is_ending()
+        assert child.status is None
+        fds, path = {"stack": create_stack_file("1")}, str(tmp_path / "socket")
+        request = LaunchRequest(Generation(0), Rank(1), 2, os.getpid(), path, descriptors=fds)
+        handle = WorkerHandle(0, child, LaunchSlot(request, SharedPage(create_page("1"))), "warm")
+        handle.slot.page.set(HeartbeatField.FIRST_STEP_NS, 1)
+        handle.slot.page.set(HeartbeatField.HAS_SERVER, 1)
+        handle.slot.page.groups = "0=0,1"
+        leave_calls(fds["stack"], json.dumps({"entries": [LAST_CALL]}).encode())
+        assert handle.state == "ended"
+        observer = RankObserver(SimpleQueue(), HangConfig(), tmp_path, lambda _: ())
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(path)
+            listener.listen()  # the socket of the rank is open, and nothing answers
+            observer.examine([handle])
+            (view,) = observer.views
+            assert view.process == ""
+            assert [(group.ranks, group.entered) for group in view.groups] == [((0, 1), 8)]
+            sampler = Sampler()
+            sampler._due_s = 0.0
+            sample = sampler.take([handle])
+            assert sample is not None
+            assert sample.ranks[0].resident_bytes == 0
+            listener.settimeout(0.0)
+            with pytest.raises(BlockingIOError):
+                listener.accept()
+    finally:
+        assert child.wait(20.0)
+        process.returncode = 0  # `child` has read the status
+        process.communicate()

@@ -122,40 +122,44 @@ print("idle")
     assert run.stdout == "idle\n", run.stderr
 
 
-def test_an_idle_standby_makes_a_group_and_leaves_nothing_of_it() -> None:
+def test_an_idle_standby_warms_up_groups_and_leaves_nothing_of_it() -> None:
     program = """
-import json, os, random, sys
+import json, os, random, socket, sys
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import _dump_fr_trace_json
 from ftrun.worker.process import startup
 
-made, init = [], dist.init_process_group
+begun, init = [], dist.init_process_group
 def noted(*args, **kwargs):
+    begun.append(kwargs["world_size"])
     init(*args, **kwargs)
-    made.append(dist.get_world_size())
 dist.init_process_group = noted
-hook, state, environ = sys.excepthook, torch.get_rng_state(), dict(os.environ)
-numbers, threads = random.getstate(), len(os.listdir("/proc/self/task"))
-startup._warm_up_groups()
-assert made == [1], made
-assert not dist.is_initialized()
-assert len(os.listdir("/proc/self/task")) == threads
-assert sys.excepthook is hook and os.environ == environ
-assert torch.equal(torch.get_rng_state(), state) and random.getstate() == numbers
-assert not json.loads(_dump_fr_trace_json(includeCollectives=True)).get("entries")
+for given in (None, "none-such"):  # the rank reports its interface, if it makes a group
+    if given:
+        os.environ["GLOO_SOCKET_IFNAME"] = given
+    hook, state, environ = sys.excepthook, torch.get_rng_state(), dict(os.environ)
+    numbers, threads = random.getstate(), len(os.listdir("/proc/self/task"))
+    startup._warm_up_groups()
+    assert not dist.is_initialized()
+    assert len(os.listdir("/proc/self/task")) == threads
+    assert sys.excepthook is hook and os.environ == environ
+    assert torch.equal(torch.get_rng_state(), state) and random.getstate() == numbers
+assert begun == [1, 1], begun
+del os.environ["GLOO_SOCKET_IFNAME"]
 torch.accelerator.current_accelerator = lambda: torch.device("cuda")
 startup._warm_up_groups()
-assert made == [1], made
+assert begun == [1, 1], begun
 torch.accelerator.current_accelerator = lambda: None
-os.environ["GLOO_SOCKET_IFNAME"] = "none-such"
-startup._warm_up_groups()  # the rank reports it, if it makes a group
-assert sys.excepthook is hook and not dist.is_initialized()
-del os.environ["GLOO_SOCKET_IFNAME"]
+
+os.environ["TORCH_FR_BUFFER_SIZE"] = "3"  # as the launch request does
 init("gloo", store=dist.HashStore(), rank=0, world_size=1)
-value = torch.ones(1)
-dist.all_reduce(value)
-assert len(json.loads(_dump_fr_trace_json(includeCollectives=True))["entries"]) == 1
+assert dist.distributed_c10d._get_default_group().group_name == "0"
+for _ in range(5):
+    dist.all_reduce(torch.ones(1))
+left = json.loads(_dump_fr_trace_json(includeCollectives=True))
+assert [one["collective_seq_id"] for one in left["entries"]] == [3, 4, 5], left
+assert [one["ranks"] for one in left["pg_config"].values()] == ["[0]"], left
 print("warm")
 """
     run = subprocess.run(

@@ -2,11 +2,16 @@
 
 import ctypes
 import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from ftrun import clock
+from ftrun.smp.memory.arena_requests import NUM_LANES
+from ftrun.wire.shared_memory import mapped_memory
 from ftrun.wire.shared_memory.arena import ArenaShape, create_memfd, map_all
 from ftrun.wire.shared_memory.mapped_memory import (
     HUGE_BYTES,
@@ -14,6 +19,7 @@ from ftrun.wire.shared_memory.mapped_memory import (
     HugePageAllocator,
     MappedMemory,
 )
+from ftrun.worker import smp_client
 
 NUM_BYTES = 5 * HUGE_BYTES + 3 * 4096
 
@@ -103,3 +109,61 @@ def test_memory_without_huge_pages_is_allocated_in_small_ones(tmp_path: Path) ->
     mapped = MappedMemory(file, NUM_BYTES)
     assert mapped.advise(MADV_POPULATE_WRITE)
     os.close(file)
+
+
+LIMITED = """
+import os, resource, sys
+from ftrun.wire.shared_memory.arena import Arena, ArenaShape, create_memfd
+from ftrun.wire.shared_memory.mapped_memory import HugePageAllocator, MappedMemory
+
+kind, NUM_BYTES = getattr(resource, sys.argv[1]), 256 << 20
+limit = 192 << 20
+if kind == resource.RLIMIT_AS:
+    limit += 4096 * int(open("/proc/self/statm").read().split()[0])
+resource.setrlimit(kind, (limit, limit))
+fd = create_memfd(ArenaShape(0, 1, NUM_BYTES // 2, 8, 1))
+assert os.fstat(fd).st_blocks * 512 == os.fstat(fd).st_size > NUM_BYTES
+if kind == resource.RLIMIT_DATA:
+    Arena(fd, writable=True).memory[-1] = 7
+try:
+    MappedMemory(fd, os.fstat(fd).st_size)
+    print("mapped")
+except OSError as error:
+    print(os.strerror(error.errno))
+"""
+
+
+@pytest.mark.parametrize(
+    ("limit", "result"), [("RLIMIT_DATA", "mapped"), ("RLIMIT_AS", "Cannot allocate memory")]
+)
+def test_an_arena_is_no_data_and_needs_no_addresses_to_be_allocated(
+    limit: str, result: str
+) -> None:
+    run = subprocess.run(
+        [sys.executable, "-c", LIMITED, limit],
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert run.stdout == f"{result}\n", run.stderr
+
+
+def test_huge_pages_end_when_they_take_too_long(fd: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert mapped_memory._SLOWEST_BYTES_S > NUM_LANES * smp_client._SLOWEST_BYTES_S, "a deadline"
+    calls, now_s, part_s = [], 0.0, [0.002, 0.2, 0.2, 0.002]
+
+    def advise(mapped: MappedMemory, advice: int, at: int, num_bytes: int) -> bool:
+        nonlocal now_s
+        calls.append(at)
+        now_s += part_s[len(calls) - 1]
+        return True
+
+    monkeypatch.setattr(MappedMemory, "advise", advise)
+    monkeypatch.setattr(clock, "now_s", lambda: now_s)
+    allocator = HugePageAllocator(fd, NUM_BYTES)
+    for at in range(0, 4 * HUGE_BYTES, HUGE_BYTES):
+        allocator.allocate(at, HUGE_BYTES)
+    allocator.close()
+    assert calls == [0, HUGE_BYTES, 2 * HUGE_BYTES], "one delay is allowed"
+    assert os.fstat(fd).st_blocks * 512 == 4 * HUGE_BYTES
