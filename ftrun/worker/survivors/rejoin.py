@@ -53,6 +53,7 @@ _READY_S = 24 * 3600.0
 """Longest wait for the other ranks: the agents end it with the process, if one of them fails."""
 
 _CONNECT_S = 600.0
+_ANY_STEP = 2**62
 _OF_PROCESS = (
     HeartbeatField.PID, HeartbeatField.ATTACHED, HeartbeatField.HAS_SERVER, HeartbeatField.CAPTURES,
     HeartbeatField.TIMED, HeartbeatField.DEVICE_NS, HeartbeatField.LOOP,
@@ -135,7 +136,7 @@ class Survivor:
         self._first_step = 0
         """Oldest step to which this process can go back inside its loop."""
         self._last_step = 0
-        """Newest step to which it can go inside its loop."""
+        """Newest step to which a rehearsal can go inside its loop."""
         self._may_stay = False
         self._judged_with = -1
         """Number of loaders with which it was found out whether this process may stay, in this loop
@@ -176,7 +177,7 @@ class Survivor:
 
         Args:
             step: at the start of the loop.
-            last_step: at its end, or before.
+            last_step: at its end; an earlier one if that is unknown.
             is_restored: the loop continues at the restored version, so it can go back to it.
         """
         # Here, because a restored loop iterates its loader again before its first turn. What that
@@ -248,7 +249,9 @@ class Survivor:
         if problem:
             self._line.refuse(problem)
         crash_point("worker.renew.parked")
-        request, fds = self._line.park(self._first_step, self._last_step)
+        # A rank has made the steps of all versions that it may go to, and a rehearsal has not.
+        last_step = self._last_step if self.is_rehearsal else _ANY_STEP
+        request, fds = self._line.park(self._first_step, last_step)
         self._process.launch_again(request, fds)
         self._is_rehearsed = False
         self._groups.stand_in()
