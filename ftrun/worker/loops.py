@@ -136,7 +136,7 @@ class Loops(ABC):
             timeout_s: longest wait.
 
         Returns:
-            True. False outside of ftrun, where there are no snapshots.
+            True. False at once outside of ftrun and in a rehearsal, where there are no snapshots.
 
         Raises:
             SnapshotError: it cannot reach the level, for example "protected" on one node.
@@ -186,10 +186,7 @@ class Loops(ABC):
 
     @property
     def is_rehearsal(self) -> bool:
-        """Whether this process only makes a step that is discarded, to be ready for a failure.
-
-        The script then writes to no place that others read.
-        """
+        """As `ftrun.is_rehearsal()`, which can be called before `attach` too."""
         return self._stay is not None and self._stay.is_rehearsal
 
     def steps(self, total: int) -> Iterator[int]:

@@ -14,6 +14,7 @@ import logging
 import os
 import tempfile
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, TypeVar, cast
 
@@ -22,7 +23,7 @@ import torch
 from ftrun import clock
 from ftrun.errors import PeerError
 from ftrun.wire.messages.files import is_newer
-from ftrun.worker.context import WorkerContext, worker_context
+from ftrun.worker.context import WorkerContext, is_rehearsal, worker_context
 
 if TYPE_CHECKING:
     from ftrun.worker.smp_client import WorkerSmpClient
@@ -79,7 +80,8 @@ def save(obj: object, f: "str | os.PathLike[str] | IO[bytes]", *args: Any, **opt
 
     Under ftrun, the SMP of this node then writes the file, also if this rank is killed, and
     replaces an older one when all bytes are synced. Outside of ftrun, for an open file, and where
-    the file cannot be replaced by a rename, this is torch.save.
+    the file cannot be replaced by a rename, this is torch.save. A standby that rehearses a rank
+    writes no file: its step is discarded, and the path is the rank's.
 
     Args:
         obj: as in torch.save.
@@ -88,6 +90,9 @@ def save(obj: object, f: "str | os.PathLike[str] | IO[bytes]", *args: Any, **opt
         options: as in torch.save.
     """
     context, path = _context(), _path_of(f)
+    if path is not None and is_rehearsal():
+        _log_once("%s is not saved: this process rehearses, and its step is discarded", path)
+        return
     if context is None or path is None or not _can_be_replaced(path):
         torch.save(obj, f, *args, **options)
         return
@@ -123,6 +128,11 @@ def load(f: "str | os.PathLike[str] | IO[bytes]", *args: Any, **options: Any) ->
         return torch.load(f"/proc/self/fd/{fd}", *args, **options)
     finally:
         os.close(fd)
+
+
+@cache
+def _log_once(text: str, *values: object) -> None:
+    _log.warning(text, *values)
 
 
 def _context() -> WorkerContext | None:

@@ -28,6 +28,8 @@ torch.manual_seed(rank)
 layers = torch.nn.Linear(8, 300), torch.nn.Dropout(0.2), torch.nn.Linear(300, 4)
 model = torch.nn.parallel.DistributedDataParallel(torch.nn.Sequential(*layers), bucket_cap_mb=0.002)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+if not ftrun.is_rehearsal():
+    ftrun.save(os.getpid(), f"set-up-{set_up_s}.{rank}")
 session = ftrun.attach(model=model, optimizer=optimizer)
 for step in session.steps(total):
     with session.guard():
@@ -38,6 +40,9 @@ for step in session.steps(total):
         if not session.is_rehearsal:
             with open(f"{total}-{set_up_s}.{rank}", "a") as file:
                 file.write(f"{step} {loss.item().hex()} {os.getpid()}\\n")
+        session.wait("sealed")
+        ftrun.save(step, f"step-{set_up_s}.{rank}")
+        assert ftrun.is_rehearsal() == session.is_rehearsal
         while step in gates and not session.is_rehearsal:
             is_open = torch.tensor(float(os.path.exists(f"open-{step}")))
             dist.all_reduce(is_open, dist.ReduceOp.MAX)
