@@ -35,8 +35,8 @@ from ftrun.wire.shared_memory.pages import (
     stacks,
 )
 from ftrun.worker.process import introspection
-from ftrun.worker.survivors import rejoin
 from ftrun.worker.survivors.rejoin import StayingProcess
+from ftrun.worker.survivors.set_up import SetUp
 from tests.integration.in_process_worker import TIMEOUT_S, Run
 
 BROKEN = RuntimeError("gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:4321")
@@ -61,7 +61,7 @@ class StayingRun(Run):
         descriptors = {"line": its.detach(), "stack": os.dup(self._stack())}
         context.launch = msgspec.structs.replace(context.launch, descriptors=descriptors)
         introspection.register_dumper(context)
-        context.staying = StayingProcess(context)
+        context.staying = StayingProcess(context, dict(os.environ))
         self.processes.append(context.staying)
         self.context = context
         return self.session_of(context, **given)
@@ -245,14 +245,12 @@ def test_an_error_of_the_script_is_raised_at_once(run: StayingRun) -> None:
 
     with pytest.raises(ValueError, match="no such key"):
         list(made.session.run(fail, steps=4))
-    assert clock.now_s() - since_s < rejoin.CONFIRM_S
+    assert clock.now_s() - since_s < run.context.launch.confirm_s
 
 
-def test_a_lost_peer_that_the_agent_does_not_confirm_is_raised(
-    run: StayingRun, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(rejoin, "CONFIRM_S", 0.2)
+def test_a_lost_peer_that_the_agent_does_not_confirm_is_raised(run: StayingRun) -> None:
     made = Training(run)
+    run.context.launch = msgspec.structs.replace(run.context.launch, confirm_s=0.2)
     since_s = clock.now_s()
 
     def fail(at: int) -> None:
@@ -583,6 +581,24 @@ def test_without_snapshots_a_rank_cannot_stay(run: StayingRun) -> None:
         with made.session.guard():
             made.step(at)
     assert "no snapshots" in run.page.stay_problem
+
+
+def test_a_bug_in_the_check_of_this_rank_costs_the_stay_and_not_the_script(
+    run: StayingRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = []
+
+    def breaks(*_: object) -> str:
+        calls.append(1)
+        raise ZeroDivisionError("a bug")
+
+    monkeypatch.setattr(SetUp, "unknown", breaks)
+    made = Training(run)
+    for at in made.session.steps(3):
+        with made.session.guard():
+            made.step(at)
+    assert run.page.stay_problem == "a bug in ftrun: ZeroDivisionError('a bug')"
+    assert len(calls) == 1, "once in a loop"
 
 
 class ReadingAhead(DataLoader[Any]):

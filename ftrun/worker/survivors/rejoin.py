@@ -40,7 +40,7 @@ from ftrun.worker.process import introspection, message_record
 from ftrun.worker.process.startup import replace_streams
 from ftrun.worker.restore.loader import saved_part
 from ftrun.worker.survivors.groups import ProcessGroups
-from ftrun.worker.survivors.guard import CONFIRM_S, is_of_broken_connection
+from ftrun.worker.survivors.guard import is_of_broken_connection
 from ftrun.worker.survivors.line import AgentLine
 from ftrun.worker.survivors.rehearsal import read_newest
 from ftrun.worker.survivors.reset import reducing_alone
@@ -70,9 +70,12 @@ _log = logging.getLogger(__name__)
 
 
 class StayingProcess:
-    """This process, from its first launch request to the last."""
+    """This process, from its first launch request to the last.
 
-    def __init__(self, context: WorkerContext) -> None:
+    `variables`: the environment with which its script began.
+    """
+
+    def __init__(self, context: WorkerContext, variables: dict[str, str]) -> None:
         launch = context.launch
         self.groups = ProcessGroups()
         is_alone = launch.joins or launch.rehearses
@@ -80,7 +83,7 @@ class StayingProcess:
         self.set_up = SetUp(self.groups, load if is_alone else None, context.generation)
         self.line = AgentLine(launch.descriptors["line"], context.page, self.groups.abort)
         self._context = context
-        self._variables = dict(os.environ)
+        self._variables = variables
 
     def launch_again(self, request: LaunchRequest, fds: list[int]) -> None:
         """Replace the launch request, and all that belongs to it."""
@@ -170,7 +173,7 @@ class Survivor:
             return True
         if not self._may_stay or not is_of_broken_connection(error):
             return False
-        return self._line.await_revoke(CONFIRM_S)
+        return self._line.await_revoke(self._context.launch.confirm_s)
 
     def enter_loop(self, step: int, *, last_step: int, is_restored: bool) -> None:
         """Note the steps between which this process can move.
@@ -222,13 +225,17 @@ class Survivor:
         if self._context.recording is not None:
             return "`ftrun verify` records this run"
         set_up, protection = self._process.set_up, self._protection
-        return (
-            self._groups.problem
-            or set_up.problem
-            or protection.stay_problem()
-            or self._loaders.stay_problem()
-            or set_up.unknown(protection.persistent_tensors())
-        )
+        try:
+            return (
+                self._groups.problem
+                or set_up.problem
+                or protection.stay_problem()
+                or self._loaders.stay_problem()
+                or set_up.unknown(protection.persistent_tensors())
+            )
+        except Exception as error:  # noqa: BLE001 - a bug in ftrun must not end the script
+            _log.warning("a bug in ftrun: this rank cannot stay", exc_info=True)
+            return f"a bug in ftrun: {error!r}"
 
     def set_up(self) -> dict[str, Any]:
         """What a process that replaces this rank needs, as part of each snapshot."""
