@@ -38,7 +38,8 @@ _AWAIT_S = 30.0
 
 _RETRY_S = 0.1
 
-_link: "tuple[int, WorkerSmpClient] | None" = None
+_link: "tuple[tuple[int, int], WorkerSmpClient] | None" = None
+"""With the process and the generation of the connection."""
 
 _is_lost = False
 """No SMP took the last file in time, so the next save tries once."""
@@ -240,12 +241,15 @@ def _identity(path: str) -> tuple[int, int]:
 
 
 def _link_of(context: WorkerContext) -> "WorkerSmpClient":
-    """The connection for files of this process, created on first use and after a fork."""
+    """The connection for files, created on first use, after a fork, and in another generation."""
     global _link
-    if _link is None or _link[0] != os.getpid():
+    owner = os.getpid(), context.generation
+    if _link is None or _link[0] != owner:
         from ftrun.worker.smp_client import WorkerSmpClient  # Linux only
 
-        _link = os.getpid(), WorkerSmpClient(context)
+        if _link is not None and _link[0][0] == owner[0]:
+            _link[1].close()
+        _link = owner, WorkerSmpClient(context)
     return _link[1]
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.integration.conftest import Run, Start, is_gone
 
@@ -40,7 +41,8 @@ for step in session.steps(total):
         if not session.is_rehearsal:
             with open(f"{total}-{set_up_s}.{rank}", "a") as file:
                 file.write(f"{step} {loss.item().hex()} {os.getpid()}\\n")
-        session.wait("sealed")
+        if step:
+            session.wait("sealed")
         ftrun.save(step, f"step-{set_up_s}.{rank}")
         assert ftrun.is_rehearsal() == session.is_rehearsal
         while step in gates and not session.is_rehearsal:
@@ -113,6 +115,8 @@ def test_a_rehearsed_rank_continues_without_its_set_up(
     fast_s = downtime_s(run, 1)
     new = run.pids()
     assert new[1] == old[1], "it stays"
+    saved = torch.load(tmp_path / f"set-up-{SET_UP_S}.0")
+    assert saved == old[0], "not by the rehearsal, whose set-up ran later"
     assert os.getpriority(os.PRIO_PROCESS, new[0]) == os.getpriority(os.PRIO_PROCESS, new[1])
     scores = [Path(f"/proc/{pid}/oom_score_adj").read_text() for pid in new]
     assert scores[0] == scores[1]
