@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from ftrun import dcp
+    from ftrun.worker.context import is_rehearsal as is_rehearsal
     from ftrun.worker.process.preparation import prepared as prepared
     from ftrun.worker.saved_files import load as load
     from ftrun.worker.saved_files import save as save
@@ -30,13 +31,16 @@ if TYPE_CHECKING:
     from ftrun.worker.state.providers import StateProvider as StateProvider
 
 __version__ = "0.2.0"
-__all__ = ["Session", "StateProvider", "__version__", "attach", "dcp", "load", "prepared", "save"]
-
+__all__ = [
+    "Session", "StateProvider", "__version__", "attach", "dcp", "is_rehearsal", "load", "prepared",
+    "save",
+]  # fmt: skip
 
 _MODULES = {
     "attach": "ftrun.worker.session",
     "Session": "ftrun.worker.session",
     "StateProvider": "ftrun.worker.state.providers",
+    "is_rehearsal": "ftrun.worker.context",
     "load": "ftrun.worker.saved_files",
     "prepared": "ftrun.worker.process.preparation",
     "save": "ftrun.worker.saved_files",

@@ -96,6 +96,17 @@ class WorkerContext:
         return Recording(self, msgspec.json.decode(plan, type=VerifyPlan))
 
 
+def is_rehearsal() -> bool:
+    """Whether this process only makes a step that is discarded, to be ready for a failure.
+
+    It then runs next to the rank that it may replace, so the script writes to no place that the
+    rank writes to. True until it becomes the rank; False in any other process, and outside of
+    ftrun. A worker of a DataLoader keeps the value that it has at its start.
+    """
+    context = worker_context()
+    return context is not None and context.launch.rehearses
+
+
 @cache
 def worker_context() -> WorkerContext | None:
     """The context of this process; a DataLoader worker uses the cached context of its rank."""

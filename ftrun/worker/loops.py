@@ -136,7 +136,7 @@ class Loops(ABC):
             timeout_s: longest wait.
 
         Returns:
-            True. False outside of ftrun, where there are no snapshots.
+            True. False at once outside of ftrun and in a rehearsal, where there are no snapshots.
 
         Raises:
             SnapshotError: it cannot reach the level, for example "protected" on one node.
@@ -186,10 +186,7 @@ class Loops(ABC):
 
     @property
     def is_rehearsal(self) -> bool:
-        """Whether this process only makes a step that is discarded, to be ready for a failure.
-
-        The script then writes to no place that others read.
-        """
+        """As `ftrun.is_rehearsal()`, which can be called before `attach` too."""
         return self._stay is not None and self._stay.is_rehearsal
 
     def steps(self, total: int) -> Iterator[int]:
@@ -279,23 +276,24 @@ class Loops(ABC):
                 raise UsageError("batches(until=...) inside steps(): steps(total) counts the steps")
             yield from self._from(feed, ends_if_left=True)
             return
-        self._enter("batches()", self._step + feed.num_left)
+        last_step = self._step + feed.num_left
+        self._enter("batches()", last_step if until is None else min(last_step, until))
         frames: tuple[int, ...] = ()
         try:
             if self._has_no_turn(feed, until):
                 self._begin()
                 return
             for batch in self._from(feed):
-                if self._rejoin():
-                    continue
-                frames = frames_of_loop()
-                self._begin_turn()
-                yield batch
-                self._ends_epochs = self._step + 1 == until
-                self._force |= self._ends_epochs or (self._in_last_epoch and feed.is_at_end)
-                self._boundary(allowed=True)
-                if self._rejoin():
-                    continue
+                if not self._rejoin():
+                    frames = frames_of_loop()
+                    self._begin_turn()
+                    yield batch
+                    is_last = self._in_last_epoch and feed.is_at_end
+                    self._force |= is_last or self._step + 1 == until
+                    self._boundary(allowed=True)
+                    self._rejoin()
+                # Also a process that joins can be at the end, by the version that it restores.
+                self._ends_epochs = until is not None and self._step >= until
                 if self._ends_epochs:
                     feed.pause()
                     return

@@ -14,6 +14,7 @@ import logging
 import os
 import tempfile
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, TypeVar, cast
 
@@ -22,7 +23,7 @@ import torch
 from ftrun import clock
 from ftrun.errors import PeerError
 from ftrun.wire.messages.files import is_newer
-from ftrun.worker.context import WorkerContext, worker_context
+from ftrun.worker.context import WorkerContext, is_rehearsal, worker_context
 
 if TYPE_CHECKING:
     from ftrun.worker.smp_client import WorkerSmpClient
@@ -37,7 +38,8 @@ _AWAIT_S = 30.0
 
 _RETRY_S = 0.1
 
-_link: "tuple[int, WorkerSmpClient] | None" = None
+_link: "tuple[tuple[int, int], WorkerSmpClient] | None" = None
+"""With the process and the generation of the connection."""
 
 _is_lost = False
 """No SMP took the last file in time, so the next save tries once."""
@@ -79,7 +81,8 @@ def save(obj: object, f: "str | os.PathLike[str] | IO[bytes]", *args: Any, **opt
 
     Under ftrun, the SMP of this node then writes the file, also if this rank is killed, and
     replaces an older one when all bytes are synced. Outside of ftrun, for an open file, and where
-    the file cannot be replaced by a rename, this is torch.save.
+    the file cannot be replaced by a rename, this is torch.save. A standby that rehearses a rank
+    writes no file: its step is discarded, and the path is the rank's.
 
     Args:
         obj: as in torch.save.
@@ -88,6 +91,9 @@ def save(obj: object, f: "str | os.PathLike[str] | IO[bytes]", *args: Any, **opt
         options: as in torch.save.
     """
     context, path = _context(), _path_of(f)
+    if path is not None and is_rehearsal():
+        _log_once("%s is not saved: this process rehearses, and its step is discarded", path)
+        return
     if context is None or path is None or not _can_be_replaced(path):
         torch.save(obj, f, *args, **options)
         return
@@ -123,6 +129,11 @@ def load(f: "str | os.PathLike[str] | IO[bytes]", *args: Any, **options: Any) ->
         return torch.load(f"/proc/self/fd/{fd}", *args, **options)
     finally:
         os.close(fd)
+
+
+@cache
+def _log_once(text: str, *values: object) -> None:
+    _log.warning(text, *values)
 
 
 def _context() -> WorkerContext | None:
@@ -230,12 +241,15 @@ def _identity(path: str) -> tuple[int, int]:
 
 
 def _link_of(context: WorkerContext) -> "WorkerSmpClient":
-    """The connection for files of this process, created on first use and after a fork."""
+    """The connection for files, created on first use, after a fork, and in another generation."""
     global _link
-    if _link is None or _link[0] != os.getpid():
+    owner = os.getpid(), context.generation
+    if _link is None or _link[0] != owner:
         from ftrun.worker.smp_client import WorkerSmpClient  # Linux only
 
-        _link = os.getpid(), WorkerSmpClient(context)
+        if _link is not None and _link[0][0] == owner[0]:
+            _link[1].close()
+        _link = owner, WorkerSmpClient(context)
     return _link[1]
 
 

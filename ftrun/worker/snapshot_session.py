@@ -395,6 +395,8 @@ class SnapshotSession:
         return self._tree.persistent().originals
 
     def wait(self, level: Level, timeout_s: float, handle: SnapshotHandle | None) -> bool:
+        if self._context.launch.rehearses:
+            return False
         if self._capture is None:
             raise SnapshotError(f"wait({level!r}): this run takes no snapshots (snapshot.enabled)")
         commit_wait = self._capture.commit_wait

@@ -18,7 +18,7 @@ BUDGETS = {
     "agent": 17_600, "cli": 4_650, "config": 900, "erasure": 1_200, "integrations": 1_500,
     "membership": 5_200, "monitor": 5_150, "network": 3_250, "records": 800, "recovery": 3_900,
     "sharding": 3_600, "smp": 14_500, "snapshot": 2_250, "tools": 14_350, "wire": 6_300,
-    "worker": 18_300, "ftrun": 1_800,
+    "worker": 18_450, "ftrun": 1_800,
 }  # fmt: skip
 """Lines of each folder and its subfolders; `ftrun`: of the modules that are in no folder. A commit
 that adds a feature raises the budget of its folder, and its message says what for."""

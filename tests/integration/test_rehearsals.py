@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.integration.conftest import Run, Start, is_gone
 
@@ -28,6 +29,8 @@ torch.manual_seed(rank)
 layers = torch.nn.Linear(8, 300), torch.nn.Dropout(0.2), torch.nn.Linear(300, 4)
 model = torch.nn.parallel.DistributedDataParallel(torch.nn.Sequential(*layers), bucket_cap_mb=0.002)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+if not ftrun.is_rehearsal():
+    ftrun.save(os.getpid(), f"set-up-{set_up_s}.{rank}")
 session = ftrun.attach(model=model, optimizer=optimizer)
 for step in session.steps(total):
     with session.guard():
@@ -38,6 +41,10 @@ for step in session.steps(total):
         if not session.is_rehearsal:
             with open(f"{total}-{set_up_s}.{rank}", "a") as file:
                 file.write(f"{step} {loss.item().hex()} {os.getpid()}\\n")
+        if step:
+            session.wait("sealed")
+        ftrun.save(step, f"step-{set_up_s}.{rank}")
+        assert ftrun.is_rehearsal() == session.is_rehearsal
         while step in gates and not session.is_rehearsal:
             is_open = torch.tensor(float(os.path.exists(f"open-{step}")))
             dist.all_reduce(is_open, dist.ReduceOp.MAX)
@@ -108,6 +115,8 @@ def test_a_rehearsed_rank_continues_without_its_set_up(
     fast_s = downtime_s(run, 1)
     new = run.pids()
     assert new[1] == old[1], "it stays"
+    saved = torch.load(tmp_path / f"set-up-{SET_UP_S}.0")
+    assert saved == old[0], "not by the rehearsal, whose set-up ran later"
     assert os.getpriority(os.PRIO_PROCESS, new[0]) == os.getpriority(os.PRIO_PROCESS, new[1])
     scores = [Path(f"/proc/{pid}/oom_score_adj").read_text() for pid in new]
     assert scores[0] == scores[1]

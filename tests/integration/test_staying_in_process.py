@@ -18,7 +18,7 @@ import msgspec
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from ftrun import clock
 from ftrun.agent.launch.rendezvous import make_store
@@ -35,8 +35,8 @@ from ftrun.wire.shared_memory.pages import (
     stacks,
 )
 from ftrun.worker.process import introspection
-from ftrun.worker.survivors import rejoin
 from ftrun.worker.survivors.rejoin import StayingProcess
+from ftrun.worker.survivors.set_up import SetUp
 from tests.integration.in_process_worker import TIMEOUT_S, Run
 
 BROKEN = RuntimeError("gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:4321")
@@ -61,7 +61,7 @@ class StayingRun(Run):
         descriptors = {"line": its.detach(), "stack": os.dup(self._stack())}
         context.launch = msgspec.structs.replace(context.launch, descriptors=descriptors)
         introspection.register_dumper(context)
-        context.staying = StayingProcess(context)
+        context.staying = StayingProcess(context, dict(os.environ))
         self.processes.append(context.staying)
         self.context = context
         return self.session_of(context, **given)
@@ -194,7 +194,8 @@ def test_a_turn_broken_by_a_lost_peer_is_made_again_with_the_same_bits(run: Stay
     assert made.session.step == 6
     assert [one.data_ptr() for one in made.state()] == places, "all memory is the same"
     (parked,) = run.parked
-    assert (parked.first_step, parked.last_step, parked.renewals, parked.problem) == (1, 6, 0, "")
+    assert (parked.first_step, parked.renewals, parked.problem) == (1, 0, "")
+    assert parked.last_step >= 6
     assert run.context.generation == 1
     assert run.committed_version() == version(1, 6)
     model, losses = made.model.weight.clone(), made.losses
@@ -244,14 +245,12 @@ def test_an_error_of_the_script_is_raised_at_once(run: StayingRun) -> None:
 
     with pytest.raises(ValueError, match="no such key"):
         list(made.session.run(fail, steps=4))
-    assert clock.now_s() - since_s < rejoin.CONFIRM_S
+    assert clock.now_s() - since_s < run.context.launch.confirm_s
 
 
-def test_a_lost_peer_that_the_agent_does_not_confirm_is_raised(
-    run: StayingRun, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(rejoin, "CONFIRM_S", 0.2)
+def test_a_lost_peer_that_the_agent_does_not_confirm_is_raised(run: StayingRun) -> None:
     made = Training(run)
+    run.context.launch = msgspec.structs.replace(run.context.launch, confirm_s=0.2)
     since_s = clock.now_s()
 
     def fail(at: int) -> None:
@@ -382,8 +381,61 @@ def test_batches_come_again_and_the_loader_continues_behind_them(run: StayingRun
                     run.revoke()
                     raise BROKEN
         assert epoch == session.step // 10 - 1
-    assert [(one.first_step, one.last_step) for one in run.parked] == [(1, 10), (11, 20)]
+    assert [one.first_step for one in run.parked] == [1, 11]
     assert sorted(torch.cat([*given.values()][:10]).tolist()) == [*range(20)]
+
+
+def test_a_loop_with_until_ends_there_also_if_its_last_boundary_is_the_restored_one(
+    run: StayingRun,
+) -> None:
+    loader = DataLoader(TensorDataset(torch.arange(20.0)), batch_size=2, shuffle=True)
+    made = Training(run)
+    session, boundary = made.session, made.session._boundary
+
+    def ended_after(**given: Any) -> None:
+        boundary(**given)
+        if session.step == 4 and not run.parked:
+            session.wait("committed")
+            run.revoke()
+
+    session._boundary = ended_after
+    turns = []
+    for epoch in session.epochs(2):
+        for _ in session.batches(loader, until=4):
+            with session.guard():
+                turns.append(session.step)
+                made.step(session.step)
+        assert epoch == 0
+    assert len(run.parked) == 1
+    assert (session.step, turns) == (4, [0, 1, 2, 3])
+    assert run.context.restore == version(0, 4)
+    (position,) = session._loaders
+    assert position.state()["handed_out"] == 4, "another call continues the pass"
+
+
+class Streamed(IterableDataset[torch.Tensor]):
+    """Ten samples, whose number the loader does not know."""
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return map(torch.tensor, range(10))
+
+
+def test_a_rank_with_a_loader_of_unknown_length_can_go_to_its_newest_version(
+    run: StayingRun,
+) -> None:
+    made = Training(run)
+    session = made.session
+    given: dict[int, list[int]] = {}
+    for batch in session.batches(DataLoader(Streamed(), batch_size=2)):
+        with session.guard():
+            made.step(session.step)
+            assert given.setdefault(session.step, batch.tolist()) == batch.tolist()
+            if session.step == 3 and not run.parked:
+                run.revoke()
+                raise BROKEN
+    (parked,) = run.parked
+    assert parked.first_step <= 3 <= parked.last_step
+    assert given == {step: [2 * step, 2 * step + 1] for step in range(5)}
 
 
 def test_the_gradient_mode_of_the_script_is_the_one_before_the_block(run: StayingRun) -> None:
@@ -529,6 +581,24 @@ def test_without_snapshots_a_rank_cannot_stay(run: StayingRun) -> None:
         with made.session.guard():
             made.step(at)
     assert "no snapshots" in run.page.stay_problem
+
+
+def test_a_bug_in_the_check_of_this_rank_costs_the_stay_and_not_the_script(
+    run: StayingRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = []
+
+    def breaks(*_: object) -> str:
+        calls.append(1)
+        raise ZeroDivisionError("a bug")
+
+    monkeypatch.setattr(SetUp, "unknown", breaks)
+    made = Training(run)
+    for at in made.session.steps(3):
+        with made.session.guard():
+            made.step(at)
+    assert run.page.stay_problem == "a bug in ftrun: ZeroDivisionError('a bug')"
+    assert len(calls) == 1, "once in a loop"
 
 
 class ReadingAhead(DataLoader[Any]):

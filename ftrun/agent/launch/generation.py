@@ -34,7 +34,7 @@ from ftrun.urls import without_password
 from ftrun.wire.cluster.generation import GenerationPlan
 from ftrun.wire.cluster.membership import RestartTimes
 from ftrun.wire.crash_points import crash_point
-from ftrun.wire.messages.worker import LaunchRequest
+from ftrun.wire.messages.worker import CONFIRM_S, LaunchRequest
 from ftrun.wire.shared_memory.pages import HeartbeatField
 
 _log = logging.getLogger(__name__)
@@ -270,6 +270,7 @@ class GenerationRunner:
             num_nodes=len(plan.members),
             has_storage=self._spec.checkpoint_directory is not None,
             joins=bool(plan.staying),
+            confirm_s=confirm_s(len(plan.members), self._spec.profile.nodes.failure_timeout_s),
         )
 
     def _restore_point(self, plan: GenerationPlan) -> Version | None:
@@ -434,3 +435,11 @@ class Announcements:
         return "; ".join(
             [*([rest] if rest else []), f"generation {generation} starts from {start}"]
         )
+
+
+def confirm_s(num_nodes: int, failure_timeout_s: float) -> float:
+    """Longest time until a rank whose connection has broken is revoked for the failure of another.
+
+    A node that runs ranks may be lost, and the leader with it: both take a failure timeout.
+    """
+    return CONFIRM_S + (2 * failure_timeout_s if num_nodes > 1 else 0.0)

@@ -58,6 +58,10 @@ _LEAST_LIMIT_S, _LIMIT_FACTOR = 300.0, 20.0
 """Longest rehearsal: this time, and this multiple of the set-up of the rank itself."""
 
 _CHECK_MEMORY_S = 10.0
+_RUNS_AGAIN = (
+    "--rehearse: the set-up of the script runs again next to the ranks, as if it were one of them. "
+    "Where it writes a file or starts a logger, check ftrun.is_rehearsal()"
+)
 _MAX_MISMATCHES = 2
 _ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 _MAX_ANSWER_BYTES = 1 << 16
@@ -92,6 +96,8 @@ class Rehearsals:
         self._memory_due_s = 0.0
         self._memory_problem = ""
         self._may_be_nice = bool(self._most) and _can_take_back_priority()
+        if self._most:
+            _log.info("%s", _RUNS_AGAIN)
 
     @property
     def handles(self) -> list[WorkerHandle]:

@@ -33,6 +33,10 @@ def read_by_device(variables: Mapping[str, str]) -> dict[str, str]:
 REQUEST_IN_MEMORY = b"LaunchRequest"  # to a standby: the first descriptor is a memfd with it
 
 
+CONFIRM_S = 5.0
+"""Longest wait until an agent has noticed that a process of its own node has ended."""
+
+
 class BindDevice(msgspec.Struct, frozen=True, tag="BindDevice"):
     """Agent -> standby, once, before the launch request: initialise the device of a local rank.
 
@@ -82,6 +86,7 @@ class LaunchRequest(msgspec.Struct, frozen=True, omit_defaults=True):
     has_storage: bool = False  # checkpoints are written
     joins: bool = False  # its groups are local until its first turn; then it joins the others
     rehearses: bool = False  # as `joins`, but it makes one turn alone, discards it, and parks
+    confirm_s: float = CONFIRM_S  # longest wait, after a connection has broken, for `Revoke`
 
 
 def encode_launch(request: LaunchRequest) -> bytes:

@@ -55,7 +55,7 @@ from ftrun.worker.state.tensors import copyable
 Shape = tuple[tuple[LayoutEntry, ...], tuple[LayoutEntry, ...], int, Group]
 """Entries of persistent and of fresh sources, the size of pieces, and the members that share."""
 
-_LAST_WAIT_S = 60.0
+_LAST_WAIT_S, _LOOK_S = 60.0, 0.05
 """Longest wait for an arena at the last boundary."""
 
 _RETRY_S = 10.0
@@ -197,7 +197,7 @@ class SlotProvider:
         Raises MemoryTooSmall, PeerError or OSError if it cannot be allocated.
         """
         if is_last and self._maker is not None:
-            self._maker.join(_LAST_WAIT_S)
+            self._await(self._maker, _LAST_WAIT_S)
         self._take_made()
         shape, plain_bytes = _size_of(state)
         if self.current is not None and self.current.fit(shape, plain_bytes):
@@ -209,8 +209,17 @@ class SlotProvider:
         if reused is not None:
             return self._use(reused)
         maker = self._begin_making(shape, plain_bytes, frozen_bytes(state))
-        maker.join(_LAST_WAIT_S if is_last else self._context.settings.commit_timeout_s)
+        wait_s = _LAST_WAIT_S if is_last else self._context.settings.commit_timeout_s
+        self._await(maker, wait_s)
         return self.current if self._take_made() else None
+
+    def _await(self, thread: threading.Thread, timeout_s: float) -> None:
+        """Wait for a thread to end, while the generation runs."""
+        give_up_s = clock.now_s() + timeout_s
+        while thread.is_alive() and not self._context.is_revoked:
+            if (left_s := give_up_s - clock.now_s()) <= 0.0:
+                return
+            thread.join(min(left_s, _LOOK_S))
 
     def begin_copy(self, slots: ArenaSlots, step: int) -> int:
         slot = self.commit_wait.slot_to_fill(slots.arena.find)

@@ -57,11 +57,17 @@ _report_missed_now: Callable[[], None] | None = None
 """Names variables without effect; None once it has."""
 
 
-def install(*, started_with: dict[str, str], bound_with: dict[str, str] | None = None) -> None:
+def install(
+    *,
+    started_with: dict[str, str],
+    bound_with: dict[str, str] | None = None,
+    launched_with: dict[str, str] | None = None,
+) -> None:
     """Install all hooks of this worker; do nothing if no agent started the process.
 
     Torch was imported with the environment `started_with`, and a standby has initialised the
-    device with the variables `bound_with` (None: it has not).
+    device with the variables `bound_with` (None: it has not). The script began with
+    `launched_with` (None: it begins with the present environment).
     """
     # A fresh start imports this module before the script imports torch, so nothing here may do so.
     from ftrun.worker.process import lease
@@ -76,7 +82,7 @@ def install(*, started_with: dict[str, str], bound_with: dict[str, str] | None =
     if "line" in context.launch.descriptors:
         from ftrun.worker.survivors.rejoin import StayingProcess
 
-        context.staying = StayingProcess(context)
+        context.staying = StayingProcess(context, launched_with or dict(os.environ))
     from torch.optim import optimizer
 
     from ftrun.worker.process import graph_captures

@@ -382,6 +382,9 @@ def _is_wrapper(trace: TracebackType) -> bool:
 class _AfterTorch(importlib.abc.MetaPathFinder):
     """Installs the heartbeat at the end of `import torch`."""
 
+    def __init__(self, launched_with: dict[str, str]) -> None:
+        self._launched_with = launched_with
+
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
@@ -390,13 +393,14 @@ class _AfterTorch(importlib.abc.MetaPathFinder):
         sys.meta_path.remove(self)
         spec = importlib.util.find_spec(name)
         if spec is not None and spec.loader is not None:
-            spec.loader = _InstallingLoader(spec.loader)
+            spec.loader = _InstallingLoader(spec.loader, self._launched_with)
         return spec
 
 
 class _InstallingLoader(importlib.abc.Loader):
-    def __init__(self, loader: Any) -> None:
+    def __init__(self, loader: Any, launched_with: dict[str, str]) -> None:
         self._loader = loader
+        self._launched_with = launched_with
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
         created: ModuleType | None = self._loader.create_module(spec)
@@ -404,7 +408,8 @@ class _InstallingLoader(importlib.abc.Loader):
 
     def exec_module(self, module: ModuleType) -> None:
         self._loader.exec_module(module)
-        heartbeat.install(started_with=dict(os.environ))
+        # The script may have set variables since its start, for torch or for itself.
+        heartbeat.install(started_with=dict(os.environ), launched_with=self._launched_with)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._loader, name)
@@ -424,7 +429,7 @@ def main() -> None:
         signal.signal(number, signal.SIG_DFL)
     ignore_user_signals()
     name_process(f"ftrun-rank{request.rank}")
-    sys.meta_path.insert(0, _AfterTorch())
+    sys.meta_path.insert(0, _AfterTorch(dict(os.environ)))
     run_script(argv, is_module=kind == "module")
 
 

@@ -35,10 +35,7 @@ def take_all() -> dict[str, Any]:
         "torch": generator_bytes(torch.default_generator),
     }
     if (numpy := sys.modules.get("numpy")) is not None:
-        state = numpy.random.get_state(legacy=False)
-        is_usual = state["bit_generator"] == "MT19937"
-        legacy = numpy.random.get_state
-        taken["numpy"] = _numpy_state(legacy()) if is_usual else _arrays_as_bytes(state)
+        taken["numpy"] = _short(numpy.random.get_state(legacy=False))
     if (module := _device_module()) is not None and module.is_initialized():
         taken[_device_type()] = [_to_bytes(state) for state in module.get_rng_state_all()]
     return taken
@@ -171,6 +168,14 @@ def _bytes_as_arrays(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _bytes_as_arrays(item) for key, item in value.items()}
     return numpy.frombuffer(value[1], value[0]).copy() if isinstance(value, tuple) else value
+
+
+def _short(state: dict[str, Any]) -> Any:
+    """The state of numpy's usual bit generator in the form of `_numpy_state`."""
+    if state["bit_generator"] != "MT19937":
+        return _arrays_as_bytes(state)
+    words = state["state"]
+    return ("MT19937", words["key"].tobytes(), words["pos"], state["has_gauss"], state["gauss"])
 
 
 def _numpy_state(state: Any) -> tuple[Any, ...]:

@@ -26,6 +26,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -94,20 +95,29 @@ class ProcessGroups:
         c10d._new_process_group_helper = self._create
 
     def _create(self, *args: Any, **kwargs: Any) -> Created:
-        given = self._signature.bind(*args, **kwargs).arguments
-        known = {id(one) for one in c10d._world.pg_map}
-        before = backends.tcp_connections()
+        given: Creation | None = None
+        known, before = set[int](), frozenset[Connection]()
+        with self._noting_bugs():
+            given = self._signature.bind(*args, **kwargs).arguments
+            known = {id(one) for one in c10d._world.pg_map}
+            before = backends.tcp_connections()
+        if given is None:
+            return self._original(*args, **kwargs)
         created = self.create(given)
-        group = created[0]
-        name, ranks = str(given["group_name"]), list(given["global_ranks_in_group"])
-        self._calls.append((name, given["group_size"], ranks, str(given["backend"])))
-        if not isinstance(group, dist.ProcessGroup) or id(group) in known:
-            return created
+        with self._noting_bugs():
+            group = created[0]
+            name, ranks = str(given["group_name"]), list(given["global_ranks_in_group"])
+            self._calls.append((name, given["group_size"], ranks, str(given["backend"])))
+            if isinstance(group, dist.ProcessGroup) and id(group) not in known:
+                self._add(group, given, backends.tcp_connections() - before)
+        return created
+
+    @contextmanager
+    def _noting_bugs(self) -> Iterator[None]:
         try:
-            self._add(group, given, backends.tcp_connections() - before)
+            yield
         except Exception as error:  # noqa: BLE001 - a bug in ftrun must not end the script
             self._problem = f"a bug in ftrun: {error!r}"
-        return created
 
     def _add(
         self, group: dist.ProcessGroup, given: Creation, connections: frozenset[Connection]

@@ -28,6 +28,7 @@ from ftrun.worker.process.startup import MAX_ORDER_BYTES, MAX_ORDER_FDS, read_re
 _KILL_WAIT_S = 60.0
 """Longest wait of a process that cannot stay until its agent kills it."""
 
+_SLICE_S = 0.1
 _OUTSIDE = "it was outside of a loop with session.guard()"
 
 _log = logging.getLogger(__name__)
@@ -61,8 +62,14 @@ class AgentLine:
         return self._revoked.is_set()
 
     def await_revoke(self, timeout_s: float) -> bool:
-        """Wait for a revocation; return whether there is one."""
-        return self._revoked.wait(timeout_s)
+        """Wait for a revocation; return whether there is one.
+
+        The time in which this process is suspended does not count: a revocation may be unread then.
+        """
+        for _ in range(max(1, round(timeout_s / _SLICE_S))):
+            if self._revoked.wait(_SLICE_S):
+                return True
+        return self._revoked.wait(_SLICE_S)
 
     def set_may_stay(self, may_stay: bool) -> None:
         """Enter or leave the part of the script in which this process can be parked."""
@@ -123,6 +130,8 @@ class AgentLine:
                 self._take(data, fds)
             except Exception:  # noqa: BLE001 - the agent kills a rank that does not park
                 _log.warning("a bug in ftrun: a message on the line is lost", exc_info=True)
+                if data == REQUEST_IN_MEMORY:
+                    os._exit(1)  # `park` would wait for it without limit
 
     def _take(self, data: bytes, fds: list[int]) -> None:
         if data == REQUEST_IN_MEMORY:

@@ -40,7 +40,7 @@ from ftrun.worker.process import introspection, message_record
 from ftrun.worker.process.startup import replace_streams
 from ftrun.worker.restore.loader import saved_part
 from ftrun.worker.survivors.groups import ProcessGroups
-from ftrun.worker.survivors.guard import CONFIRM_S, is_of_broken_connection
+from ftrun.worker.survivors.guard import is_of_broken_connection
 from ftrun.worker.survivors.line import AgentLine
 from ftrun.worker.survivors.rehearsal import read_newest
 from ftrun.worker.survivors.reset import reducing_alone
@@ -53,6 +53,7 @@ _READY_S = 24 * 3600.0
 """Longest wait for the other ranks: the agents end it with the process, if one of them fails."""
 
 _CONNECT_S = 600.0
+_ANY_STEP = 2**62
 _OF_PROCESS = (
     HeartbeatField.PID, HeartbeatField.ATTACHED, HeartbeatField.HAS_SERVER, HeartbeatField.CAPTURES,
     HeartbeatField.TIMED, HeartbeatField.DEVICE_NS, HeartbeatField.LOOP,
@@ -69,9 +70,12 @@ _log = logging.getLogger(__name__)
 
 
 class StayingProcess:
-    """This process, from its first launch request to the last."""
+    """This process, from its first launch request to the last.
 
-    def __init__(self, context: WorkerContext) -> None:
+    `variables`: the environment with which its script began.
+    """
+
+    def __init__(self, context: WorkerContext, variables: dict[str, str]) -> None:
         launch = context.launch
         self.groups = ProcessGroups()
         is_alone = launch.joins or launch.rehearses
@@ -79,7 +83,7 @@ class StayingProcess:
         self.set_up = SetUp(self.groups, load if is_alone else None, context.generation)
         self.line = AgentLine(launch.descriptors["line"], context.page, self.groups.abort)
         self._context = context
-        self._variables = dict(os.environ)
+        self._variables = variables
 
     def launch_again(self, request: LaunchRequest, fds: list[int]) -> None:
         """Replace the launch request, and all that belongs to it."""
@@ -135,7 +139,7 @@ class Survivor:
         self._first_step = 0
         """Oldest step to which this process can go back inside its loop."""
         self._last_step = 0
-        """Newest step to which it can go inside its loop."""
+        """Newest step to which a rehearsal can go inside its loop."""
         self._may_stay = False
         self._judged_with = -1
         """Number of loaders with which it was found out whether this process may stay, in this loop
@@ -169,14 +173,14 @@ class Survivor:
             return True
         if not self._may_stay or not is_of_broken_connection(error):
             return False
-        return self._line.await_revoke(CONFIRM_S)
+        return self._line.await_revoke(self._context.launch.confirm_s)
 
     def enter_loop(self, step: int, *, last_step: int, is_restored: bool) -> None:
         """Note the steps between which this process can move.
 
         Args:
             step: at the start of the loop.
-            last_step: at its end, or before.
+            last_step: at its end; an earlier one if that is unknown.
             is_restored: the loop continues at the restored version, so it can go back to it.
         """
         # Here, because a restored loop iterates its loader again before its first turn. What that
@@ -221,13 +225,17 @@ class Survivor:
         if self._context.recording is not None:
             return "`ftrun verify` records this run"
         set_up, protection = self._process.set_up, self._protection
-        return (
-            self._groups.problem
-            or set_up.problem
-            or protection.stay_problem()
-            or self._loaders.stay_problem()
-            or set_up.unknown(protection.persistent_tensors())
-        )
+        try:
+            return (
+                self._groups.problem
+                or set_up.problem
+                or protection.stay_problem()
+                or self._loaders.stay_problem()
+                or set_up.unknown(protection.persistent_tensors())
+            )
+        except Exception as error:  # noqa: BLE001 - a bug in ftrun must not end the script
+            _log.warning("a bug in ftrun: this rank cannot stay", exc_info=True)
+            return f"a bug in ftrun: {error!r}"
 
     def set_up(self) -> dict[str, Any]:
         """What a process that replaces this rank needs, as part of each snapshot."""
@@ -248,7 +256,9 @@ class Survivor:
         if problem:
             self._line.refuse(problem)
         crash_point("worker.renew.parked")
-        request, fds = self._line.park(self._first_step, self._last_step)
+        # A rank has made the steps of all versions that it may go to, and a rehearsal has not.
+        last_step = self._last_step if self.is_rehearsal else _ANY_STEP
+        request, fds = self._line.park(self._first_step, last_step)
         self._process.launch_again(request, fds)
         self._is_rehearsed = False
         self._groups.stand_in()

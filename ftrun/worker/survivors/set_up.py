@@ -16,7 +16,8 @@ import inspect
 import sys
 import threading
 import types
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -212,7 +213,9 @@ class SetUp:
         def call(*args: Any, **kwargs: Any) -> Any:
             if self._is_elsewhere():
                 return original(*args, **kwargs)
-            given = inspect.signature(original).bind(*args, **kwargs).arguments
+            given: Mapping[str, Any] = {}
+            with self._noting_bugs():
+                given = inspect.signature(original).bind(*args, **kwargs).arguments
             self._is_inside = True
             try:
                 return self._call(name, functools.partial(original, *args, **kwargs), given)
@@ -231,9 +234,12 @@ class SetUp:
                 return
             self._is_inside = True
             try:
-                before = self._groups.calls()
+                before: dict[str, int] = {}
+                with self._noting_bugs():
+                    before = self._groups.calls()
                 original(ddp, *args, **kwargs)
-                self._constructed(ddp.module, before)
+                with self._noting_bugs():
+                    self._constructed(ddp.module, before)
             finally:
                 self._is_inside = False
 
@@ -248,22 +254,34 @@ class SetUp:
         if name in _MESSAGES:
             if self.is_alone:
                 raise SetUpDiffers(f"{name} at {_caller()}", "no message between two ranks")
-            self._fail(f"{_caller()} calls {name} before the first turn")
+            with self._noting_bugs():
+                self._fail(f"{_caller()} calls {name} before the first turn")
             return run()
-        output = _Output.of(given.get(_OUTPUTS[name]), are_objects="object" in name)
-        text = f"{name} of group {_group_name(given)}: {output.text()}"
         is_async = bool(given.get("async_op"))
-        if self.is_alone:
-            self._write(text, output)
-            return run() if is_async else None
-        before = self._groups.calls()
+        before, output = dict[str, int](), None
+        with self._noting_bugs():
+            output = _Output.of(given.get(_OUTPUTS[name]), are_objects="object" in name)
+            text = f"{name} of group {_group_name(given)}: {output.text()}"
+            if self.is_alone:
+                self._write(text, output)
+                return run() if is_async else None
+            before = self._groups.calls()
         result = run()
-        try:
-            self._cover(before)
-            self._note(text, output, is_known=not is_async)
-        except Exception as error:  # noqa: BLE001 - a bug in ftrun must not end the script
-            self._fail(f"a bug in ftrun: {error!r}")
+        with self._noting_bugs():
+            if output is not None:
+                self._cover(before)
+                self._note(text, output, is_known=not is_async)
         return result
+
+    @contextmanager
+    def _noting_bugs(self) -> Iterator[None]:
+        """A bug must not end the script; of a rank that sets up alone, only this start ends."""
+        try:
+            yield
+        except Exception as error:
+            if self.is_alone:
+                raise
+            self._fail(f"a bug in ftrun: {error!r}")
 
     def _constructed(self, module: nn.Module, before: Mapping[str, int]) -> None:
         """DDP's constructor has sent the parameters and buffers of rank 0 to all."""

@@ -32,7 +32,7 @@ from ftrun.worker.context import WorkerContext
 from ftrun.worker.replicas.shares import ReplicaShares
 from ftrun.worker.smp_client import WorkerSmpClient
 from ftrun.worker.state.state_tree import BoundaryState
-from ftrun.worker.targets.pool_stream import PooledCopy, RingWriter
+from ftrun.worker.targets.pool_stream import CaptureGivenUp, PooledCopy, RingWriter
 
 _BEGIN_S = 5.0
 """The job that reads a capture begins within this time."""
@@ -43,6 +43,7 @@ _RETRY_S, _LONGEST_RETRY_S = 10.0, 600.0
 _PHASE = "wait until the storage has taken the snapshot"
 
 _OTHERS = "another rank of this node has no memory for two slots"
+_REVOKED = "another rank has failed, and this process joins the next generation"
 _NO_JOB = "no checkpoint is written from this capture"
 _STALLED = f"the storage has taken no bytes for {_STALLED_S:.0f} s"
 
@@ -214,7 +215,7 @@ class PoolCapture:
         show_life = lambda: context.page.show_life(clock.now_ns())  # noqa: E731
         writer = RingWriter(self._pool, _Obstacle(self._pool, context, self._link, step), show_life)
         copy = PooledCopy(layout, state, at_boundary, writer, self.waiting)
-        return PoolTarget(self._pool, header, copy)
+        return PoolTarget(self._pool, header, copy, context)
 
     def await_copy(self, wait: Callable[[float], bool], timeout_s: float | None) -> bool:
         """Wait for the copy thread as `CopyThread.wait`, and show it as a wait for the storage."""
@@ -250,7 +251,7 @@ class _Obstacle:
         self, pool: CapturePool, context: WorkerContext, link: WorkerSmpClient, step: int
     ) -> None:
         self._pool = pool
-        self._commands = context.commands
+        self._context = context
         self._link = link
         self._step = step
         self._begun_s = clock.now_s()
@@ -262,7 +263,9 @@ class _Obstacle:
         if now_s < self._look_s:
             return ""
         self._look_s = now_s + _LOOK_S / 10
-        if self._commands.get(CommandField.ABANDONED_STEP) >= self._step:
+        if self._context.is_revoked:
+            return _REVOKED
+        if self._context.commands.get(CommandField.ABANDONED_STEP) >= self._step:
             return "another rank has no snapshot of this step"
         if self._link.is_lost():
             return "the snapshot manager has ended"
@@ -280,9 +283,12 @@ class PoolTarget:
     solved = ("value", "device memory")
     """Reasons of UNPROTECTED that end with the seal."""
 
-    def __init__(self, pool: CapturePool, header: PooledHeader, copy: PooledCopy) -> None:
+    def __init__(
+        self, pool: CapturePool, header: PooledHeader, copy: PooledCopy, context: WorkerContext
+    ) -> None:
         self.copy = copy
         self.table = copy.table
+        self._context = context
         self._pool = pool
         self._header = header
         pool.write_header(header)
@@ -308,6 +314,8 @@ class PoolTarget:
         """Raises CaptureGivenUp."""
         self.copy.write_table()
         crash_point("worker.pool.written")
+        if self._context.is_revoked:  # the step may hold values of an aborted collective
+            raise CaptureGivenUp(_REVOKED)
         self._write_header(SlotState.SEALED)
         crash_point("worker.pool.sealed")
 

@@ -7,6 +7,8 @@ from ftrun.agent.launch.generation import Announcements
 from ftrun.records.membership import GenerationChosen, NodeLost
 from ftrun.recovery.commands import JournalEntry
 from ftrun.wire.cluster.generation import NetworkPlan, Rail
+from ftrun.wire.messages.worker import CONFIRM_S
+from tests.launch_requests import launch_request
 from tests.unit.recovery.made import card, plan
 
 KILLED = "rank 1 (pid 7) was killed by SIGKILL"
@@ -55,3 +57,8 @@ def test_a_bug_costs_the_variables_and_not_the_run(monkeypatch: pytest.MonkeyPat
     assert generations._path_variables(running, "a")["GLOO_SOCKET_IFNAME"] == "eth7"
     monkeypatch.setattr(generations, "match_rails", breaks)
     assert generations._path_variables(running, "a") == {}
+
+
+def test_a_rank_waits_longer_for_its_revocation_if_another_node_may_be_lost() -> None:
+    assert generations.confirm_s(1, 3.0) == CONFIRM_S == launch_request().confirm_s
+    assert generations.confirm_s(2, 30.0) == CONFIRM_S + 60.0

@@ -140,6 +140,13 @@ def test_states_of_devices_come_after_the_seeds_that_the_script_has_queued() -> 
     assert module.states == {0: [7]}
 
 
+def test_the_state_of_numpy_is_the_one_that_numpy_gives() -> None:
+    for _ in range(2):
+        name, words, *rest = np.random.get_state()
+        assert take_all()["numpy"] == (name, words.tobytes(), *rest)
+        np.random.normal()  # draws two numbers, and keeps one
+
+
 def test_another_bit_generator_of_numpy_continues() -> None:
     before = np.random.get_bit_generator()
     try:

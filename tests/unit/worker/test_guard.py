@@ -15,7 +15,8 @@ from torch import nn
 import ftrun
 from ftrun.errors import UsageError
 from ftrun.worker.session import Session
-from ftrun.worker.survivors.guard import following_lines, is_of_broken_connection
+from ftrun.worker.survivors import guard
+from ftrun.worker.survivors.guard import GuardedBlocks, following_lines, is_of_broken_connection
 
 GLOO = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [::1]"
 
@@ -274,3 +275,14 @@ def test_without_a_source_nothing_is_found() -> None:
     Recorder.__enter__ = enter  # type: ignore[method-assign]
     exec("for _ in [1]:\n with session.guard():\n  pass\n print()", {"session": session})
     assert found == [0]
+
+
+def test_a_bug_in_the_check_of_statements_does_not_end_the_script(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def breaks(_: FrameType) -> list[int]:
+        raise ZeroDivisionError("a bug")
+
+    monkeypatch.setattr(guard, "following_lines", breaks)
+    GuardedBlocks().look_once(sys._getframe())
+    assert "a bug in ftrun: statements are not checked" in caplog.text

@@ -2,6 +2,7 @@
 
 import os
 import queue
+import signal
 import socket
 import subprocess
 import sys
@@ -140,3 +141,49 @@ def test_a_process_ends_with_its_line() -> None:
     done = subprocess.run([sys.executable, "-c", ALONE], timeout=WAIT_S, check=False)
     assert done.returncode == 1
     assert clock.now_s() - since_s < 30.0
+
+
+def test_a_launch_request_that_cannot_be_read_ends_the_process() -> None:
+    """`park` would wait for it without limit."""
+    code = ALONE.replace(
+        "agent.close()",
+        """
+import os
+from ftrun.wire.messages.worker import REQUEST_IN_MEMORY
+socket.send_fds(agent, [REQUEST_IN_MEMORY], [os.memfd_create("empty")])
+""",
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], timeout=WAIT_S, check=False, capture_output=True, text=True
+    )
+    assert done.returncode == 1
+    assert "a message on the line is lost" in done.stderr
+
+
+WAITING = """
+import os, socket, sys
+from ftrun.wire.shared_memory.pages import HeartbeatField, SharedPage, create_page
+from ftrun.worker.survivors.line import AgentLine
+page = SharedPage(create_page("page"))
+line = AgentLine(int(sys.argv[1]), page, lambda: None)
+line.set_may_stay(True)
+print("waiting", flush=True)
+os._exit(0 if line.await_revoke(1.0) else 2)
+"""
+
+
+def test_time_in_which_the_process_is_suspended_is_no_wait_for_a_revocation() -> None:
+    agent, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    command = [sys.executable, "-c", WAITING, str(its.fileno())]
+    with (
+        agent,
+        its,
+        subprocess.Popen(command, pass_fds=[its.fileno()], stdout=subprocess.PIPE) as waiting,
+    ):
+        assert waiting.stdout is not None
+        waiting.stdout.readline()
+        waiting.send_signal(signal.SIGSTOP)
+        agent.send(msgspec.json.encode(Revoke(0)))
+        clock.sleep(1.5)
+        waiting.send_signal(signal.SIGCONT)
+        assert waiting.wait(WAIT_S) == 0

@@ -1,5 +1,6 @@
 """Groups whose connections are aborted, and why groups cannot be renewed."""
 
+import inspect
 import socket
 import threading
 from collections.abc import Iterator
@@ -235,3 +236,24 @@ def test_a_torch_without_a_name_is_a_reason(
     monkeypatch.delattr("torch._C._distributed_c10d.FakeProcessGroup.Options")
     assert noted.problem == f"torch {torch.__version__} has no error_on_collective"
     assert groups.missing_names() == ["error_on_collective"]
+
+
+def test_a_bug_here_costs_the_stay_and_not_the_script(
+    noted: ProcessGroups, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def breaks(*_: object) -> None:
+        raise ZeroDivisionError("a bug")
+
+    monkeypatch.setattr(backends, "tcp_connections", breaks)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.all_reduce(torch.zeros(1))
+    assert noted.problem == "a bug in ftrun: ZeroDivisionError('a bug')"
+
+
+def test_another_signature_of_torch_costs_the_stay_and_not_the_script(
+    noted: ProcessGroups, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(noted, "_signature", inspect.signature(lambda one: one))
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.all_reduce(torch.zeros(1))
+    assert noted.problem.startswith("a bug in ftrun: TypeError")

@@ -78,7 +78,7 @@ def test_each_kind_of_batch_comes_again(at: int) -> None:
     assert type(again) is type(batch)
     assert repr(again) == repr(batch)
     for tensor, _ in found[0].tensors:
-        assert tensor is x
+        assert tensor.data_ptr() == x.data_ptr()
 
 
 def test_what_the_script_removes_from_a_container_is_there_again() -> None:
@@ -90,7 +90,7 @@ def test_what_the_script_removes_from_a_container_is_there_again() -> None:
         found = kept.since(0)
         assert found is not None
         again = handed_out_again(found[0])
-        assert again["x"] is x
+        assert again["x"].data_ptr() == x.data_ptr()
         assert len(again.pop("labels")) == 2
 
 
@@ -101,7 +101,79 @@ def test_a_tensor_that_was_changed_in_place_does_not_come_again() -> None:
     assert kept.since(0) is None
     found = kept.since(1)
     assert found is not None
-    assert found[0].tensors[0][0] is y
+    assert found[0].tensors[0][0].data_ptr() == y.data_ptr()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda x: x.data.mul_(5),
+        lambda x: x.detach().numpy().__setitem__(0, 7.0),
+        lambda x: torch.frombuffer(x.numpy(), dtype=torch.float32).fill_(3),
+        lambda x: x.untyped_storage().resize_(0),
+    ],
+)
+def test_a_change_that_autograd_does_not_count_is_found(change: Callable[[Any], object]) -> None:
+    x, y = torch.ones(2), torch.ones(2)
+    kept = kept_batches([x], [y])
+    change(x)
+    assert kept.since(0) is None
+    assert kept.since(1) is not None
+
+
+def test_batches_over_one_reused_buffer_do_not_come_again() -> None:
+    buffer = np.zeros(4, np.float32)
+
+    def batches() -> Iterator[torch.Tensor]:
+        for number in range(2):
+            buffer[:] = number
+            yield torch.from_numpy(buffer)
+
+    step = 0
+    kept = KeptBatches(lambda: step)
+    for number, batch in enumerate(batches(), 1):
+        kept.add(batch, number, {})
+        step += 1
+    assert kept.since(0) is None
+    found = kept.since(1)
+    assert found is not None
+    assert handed_out_again(found[0]).tolist() == [1.0] * 4
+
+
+def test_what_the_script_sets_of_a_tensor_is_not_handed_out_again() -> None:
+    x = torch.ones(2, 3)
+    kept = kept_batches([x])
+    for batch in ([x], None, None):
+        found = kept.since(0)
+        assert found is not None
+        (given,) = batch or handed_out_again(found[0])
+        assert (given.requires_grad, given.grad, given.shape) == (False, None, (2, 3))
+        given.requires_grad_().sum().backward()
+        given.detach_().unsqueeze_(0)
+
+
+@pytest.mark.parametrize(
+    "x",
+    [
+        torch.rand(4, 4)[:, 1], torch.rand(4, 1).expand(4, 3), torch.rand(3).bfloat16(),
+        torch.tensor(True), torch.empty(0, 3), torch.complex(torch.rand(2), torch.rand(2)).conj(),
+    ],
+)  # fmt: skip
+def test_each_kind_of_tensor_comes_again(x: torch.Tensor) -> None:
+    found = kept_batches(x).since(0)
+    assert found is not None
+    assert torch.equal(handed_out_again(found[0]), x)
+
+
+@pytest.mark.parametrize(
+    "x",
+    [
+        torch.ones(2, requires_grad=True), torch.ones(2).to_sparse(), torch.ones(2, device="meta"),
+        torch.nn.Parameter(torch.ones(2)),
+    ],
+)  # fmt: skip
+def test_other_tensors_do_not_come_again(x: torch.Tensor) -> None:
+    assert kept_batches(x).since(0) is None
 
 
 class Unknown:
@@ -118,10 +190,14 @@ def test_a_batch_with_an_unknown_object_does_not_come_again(batch: Any) -> None:
     assert [one.number for one in found] == [3]
 
 
-def test_an_inference_tensor_does_not_come_again() -> None:
+def test_an_inference_tensor_comes_again_unless_it_has_changed() -> None:
     with torch.inference_mode():
         x = torch.ones(2)
-    assert kept_batches(x).since(0) is None
+    kept = kept_batches(x)
+    assert kept.since(0) is not None
+    with torch.inference_mode():
+        x.mul_(2)
+    assert kept.since(0) is None
 
 
 def test_batches_are_kept_from_the_oldest_step_on() -> None:
@@ -237,7 +313,7 @@ def test_the_positions_of_replayed_batches_are_those_of_the_first_time() -> None
     "spoil",
     [
         lambda loop: loop.position.forget_before(3),
-        lambda loop: next(iter(loop.position._kept._kept)).tensors[0][0].mul_(1),
+        lambda loop: next(iter(loop.position._kept._kept)).tensors[0][0].mul_(2),
     ],
 )
 def test_a_batch_that_cannot_come_again_is_loaded_again(

@@ -163,3 +163,27 @@ def test_a_file_that_is_newer_than_the_waiting_save_is_read(
         torch.save(STATE, path)
         assert ftrun.load(path)["step"] == (7 if number == 1 else 1)
     os.close(fd)
+
+
+def test_a_rehearsal_saves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    context = context_of(launch_request(rehearses=True))
+    monkeypatch.setattr("ftrun.worker.context.worker_context", lambda: context)
+    caplog.set_level("INFO")
+    path = tmp_path / "a.pt"
+    path.write_bytes(b"of the rank")
+    for _ in range(2):
+        ftrun.save(STATE, path)
+    assert ftrun.is_rehearsal()
+    assert path.read_bytes() == b"of the rank"
+    assert caplog.text.count("is not saved: this process rehearses") == 1
+    buffer = io.BytesIO()
+    ftrun.save(STATE, buffer)
+    buffer.seek(0)
+    assert same(ftrun.load(buffer))
+    context.launch = launch_request()  # it has become the rank
+    assert not ftrun.is_rehearsal()
+    monkeypatch.setattr(saved_files, "worker_context", lambda: None)
+    ftrun.save(STATE, path)
+    assert same(ftrun.load(path))

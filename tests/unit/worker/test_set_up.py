@@ -11,6 +11,7 @@ from torch.distributed import _functional_collectives as functional
 from torch.nn.parallel import DistributedDataParallel
 
 from ftrun.errors import SetUpDiffers
+from ftrun.worker.survivors import set_up
 from ftrun.worker.survivors.groups import ProcessGroups
 from ftrun.worker.survivors.set_up import MAX_BYTES, SetUp
 
@@ -191,3 +192,29 @@ def test_ddp_gives_the_buffers_that_no_snapshot_holds() -> None:
     other = Rotary(7.0)
     alone(lambda: DistributedDataParallel(other), set_up.export())
     assert other.angle.item() == 1.5
+
+
+@pytest.mark.parametrize(("owner", "name"), [(set_up._Output, "of"), (ProcessGroups, "calls")])
+def test_a_bug_here_costs_the_stay_and_not_the_script(
+    monkeypatch: pytest.MonkeyPatch, owner: type, name: str
+) -> None:
+    def breaks(*_: object, **__: object) -> None:
+        raise ZeroDivisionError("a bug")
+
+    x = torch.zeros(2)
+
+    def script() -> None:
+        with monkeypatch.context() as during:
+            during.setattr(owner, name, breaks)
+            dist.all_reduce(x + 1)
+            DistributedDataParallel(nn.Linear(1, 1))
+
+    assert first_life(script).problem == "a bug in ftrun: ZeroDivisionError('a bug')"
+
+
+def test_a_call_with_wrong_arguments_has_the_error_of_torch() -> None:
+    def script() -> None:
+        with pytest.raises(TypeError, match="all_reduce"):
+            dist.all_reduce(torch.zeros(2), torch.zeros(2), None, False, 7)  # type: ignore[call-arg]
+
+    first_life(script)

@@ -1,13 +1,22 @@
 """An exception of the script is shown with what ftrun knows about it."""
 
 import os
+import socket
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
-from ftrun.wire.shared_memory.pages import HeartbeatField, SharedPage, create_page
+from ftrun.wire.shared_memory.pages import (
+    HeartbeatField,
+    SharedPage,
+    create_command_page,
+    create_page,
+    create_stack_file,
+)
 from ftrun.worker.process.startup import explain_missing_name
+from tests.launch_requests import launch_request, launch_variables
 
 
 @pytest.fixture
@@ -166,3 +175,35 @@ print("warm")
         [sys.executable, "-c", program], check=False, capture_output=True, text=True, timeout=240
     )
     assert run.stdout == "warm\n", run.stderr
+
+
+def test_a_fresh_start_knows_which_variables_the_script_has_set_before_it_imports_torch(
+    tmp_path: Path,
+) -> None:
+    """A later launch request leaves those alone."""
+    script = tmp_path / "train.py"
+    script.write_text("""
+import os
+os.environ |= {"OF_SCRIPT": "1", "GIVEN": "2"}
+import torch
+from ftrun.worker.context import worker_context
+staying = worker_context().staying
+staying._set_variables({"GIVEN": "1", "NEW": "3"})
+print(*map(os.environ.get, ("OF_SCRIPT", "GIVEN", "NEW")))
+""")
+    agent, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    fds = {
+        "heartbeat": create_page("beat"), "command": create_command_page(),
+        "stack": create_stack_file("0"), "line": its.fileno(),
+    }  # fmt: skip
+    request = launch_request(descriptors=fds, agent_pid=os.getpid())
+    done = subprocess.run(
+        [sys.executable, "-u", "-m", "ftrun.worker.process.startup", "script", str(script)],
+        env={**os.environ, **launch_variables("run", request), "GIVEN": "1"},
+        pass_fds=list(fds.values()), capture_output=True, text=True, timeout=240, check=False,
+    )  # fmt: skip
+    assert done.stdout == "1 2 3\n", done.stderr
+    for fd in list(fds.values())[:3]:
+        os.close(fd)
+    agent.close()
+    its.close()
