@@ -7,7 +7,7 @@ Survives: the SMP. A capture in progress is given up, and a pool is requested fr
 
 Rule 1: a capture begins only for a requested checkpoint, because the pool holds no version.
 Rule 2: a wait of the training thread ends if the SMP ends, its job ends, another rank has no
-        snapshot of the step, or nothing is read for `_STALLED_S`.
+        snapshot of the step, the generation ends, or nothing is read for `_STALLED_S`.
 Rule 3: memory for two slots is requested again after a pause that doubles. If it fits, all ranks
         leave their pools.
 """
@@ -155,6 +155,8 @@ class PoolCapture:
             self._leave(str(found))
         elif isinstance(found, Exception):
             _log.debug("no capture pool: %s", found)
+        elif self._pool is not None:
+            self._show_reason()  # with the numbers of the last refusal
 
     def _show_reason(self) -> None:
         assert self._pool is not None
@@ -250,7 +252,7 @@ class _Obstacle:
         self, pool: CapturePool, context: WorkerContext, link: WorkerSmpClient, step: int
     ) -> None:
         self._pool = pool
-        self._commands = context.commands
+        self._context = context
         self._link = link
         self._step = step
         self._begun_s = clock.now_s()
@@ -262,7 +264,9 @@ class _Obstacle:
         if now_s < self._look_s:
             return ""
         self._look_s = now_s + _LOOK_S / 10
-        if self._commands.get(CommandField.ABANDONED_STEP) >= self._step:
+        if self._context.is_revoked:
+            return "the generation has ended"
+        if self._context.commands.get(CommandField.ABANDONED_STEP) >= self._step:
             return "another rank has no snapshot of this step"
         if self._link.is_lost():
             return "the snapshot manager has ended"
