@@ -250,6 +250,7 @@ POINTS = (
     "smp.checkpoint.part_written",
     "smp.checkpoint.index_written",
     "smp.checkpoint.latest",
+    "smp.checkpoint.loaded",
 )
 
 
