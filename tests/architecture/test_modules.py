@@ -17,7 +17,7 @@ MAX_FOLDER_MODULES = 12
 BUDGETS = {
     "agent": 16_950, "cli": 4_650, "config": 900, "erasure": 1_200, "integrations": 1_500,
     "membership": 5_200, "monitor": 5_100, "network": 3_250, "records": 800, "recovery": 3_900,
-    "sharding": 3_600, "smp": 14_500, "snapshot": 2_250, "tools": 13_750, "wire": 6_250,
+    "sharding": 3_600, "smp": 14_550, "snapshot": 2_250, "tools": 13_750, "wire": 6_250,
     "worker": 18_300, "ftrun": 1_750,
 }  # fmt: skip
 """Lines of each folder and its subfolders; `ftrun`: of the modules that are in no folder. A commit
