@@ -15,7 +15,7 @@ MODULES = sorted(PACKAGE.rglob("*.py"))
 MAX_MODULE_LINES = 500
 MAX_FOLDER_MODULES = 12
 BUDGETS = {
-    "agent": 16_950, "cli": 4_650, "config": 900, "erasure": 1_200, "integrations": 1_500,
+    "agent": 17_000, "cli": 4_650, "config": 900, "erasure": 1_200, "integrations": 1_500,
     "membership": 5_200, "monitor": 5_100, "network": 3_250, "records": 800, "recovery": 3_900,
     "sharding": 3_600, "smp": 14_550, "snapshot": 2_250, "tools": 13_750, "wire": 6_250,
     "worker": 18_300, "ftrun": 1_750,
