@@ -14,10 +14,12 @@ from ftrun.agent.launch.elastic import FtrunElasticAgent
 from ftrun.agent.launch.parking import RankParking, parked_ranks
 from ftrun.agent.report import NodeReporter
 from ftrun.agent.snapshots.smp_client import UnconfirmedCommands
-from ftrun.errors import ExitCode, PeerError, SnapshotError
+from ftrun.errors import ExitCode, PeerError, PeerLost, SnapshotError
+from ftrun.ids import Version
 from ftrun.membership.events import GenerationInstalled, PlanPersisted, Quiesced, RanksStuck
 from ftrun.records.recovery import RanksParked
 from ftrun.records.run import RanksStuckRecord
+from ftrun.records.snapshots import SmpUnreachable
 from ftrun.recovery import commands
 from ftrun.wire.cluster.generation import GenerationPlan
 from ftrun.wire.shared_memory.pages import NEVER_STEP
@@ -223,7 +225,7 @@ class CommandExecutor:
         run.publish_status()
         generations = run.generations
         try:
-            restored = generations.adopt(self._agent, plan)
+            restored = self._adopt(self._agent, plan)
         except SnapshotError as error:
             problem, code = str(error), error.exit_code
         pair = (restored.generation, restored.step) if restored is not None else None
@@ -231,6 +233,22 @@ class CommandExecutor:
         run.control_loop.post(
             GenerationInstalled(plan.generation, pair, problem, checkpoint, rejected, code)
         )
+
+    def _adopt(self, agent: FtrunElasticAgent, plan: GenerationPlan) -> Version | None:
+        """If the SMP ends, as while it loads a checkpoint, the next one repeats it, but not twice.
+
+        On several nodes the others know the port of the SMP that has ended. Raises as
+        `GenerationRunner.adopt`.
+        """
+        run = self._run
+        try:
+            return run.generations.adopt(agent, plan)
+        except PeerLost as error:
+            if len(plan.members) > 1:
+                raise
+            run.journal.write(SmpUnreachable(str(error)))
+            run.maintenance.await_next_smp()
+            return run.generations.adopt(agent, plan)
 
     def _start_ranks(self) -> None:
         run = self._run

@@ -10,7 +10,7 @@ from signal import SIGKILL
 from typing import TYPE_CHECKING
 
 from ftrun import clock, events
-from ftrun.agent.launch.process import ChildProcess, reap_strangers
+from ftrun.agent.launch.process import ChildProcess, has_ended, reap_strangers
 from ftrun.agent.snapshots.checkpoint_orders import CheckpointOrders
 from ftrun.agent.snapshots.smp_client import CHECKPOINT_WAIT_S
 from ftrun.errors import PeerError, PeerLost
@@ -205,6 +205,14 @@ class Maintenance:
         run = self._run
         self._bring_up_smp(waits=True)
         return run.smp.inventory(), run.stores.next_port, run.smp.port
+
+    def await_next_smp(self) -> None:
+        """Called when the SMP has closed its connection; its process ends a little later."""
+        child = self._run.smp.child
+        if child is not None and child.status is None:
+            has_ended(child.pidfd, wait_s=UNREACHABLE_S)
+        self.handle_exits()
+        self._bring_up_smp(waits=True)
 
     def _bring_up_smp(self, *, waits: bool = False) -> bool:
         run = self._run

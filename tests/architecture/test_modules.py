@@ -15,7 +15,7 @@ MODULES = sorted(PACKAGE.rglob("*.py"))
 MAX_MODULE_LINES = 500
 MAX_FOLDER_MODULES = 12
 BUDGETS = {
-    "agent": 17_600, "cli": 4_650, "config": 900, "erasure": 1_200, "integrations": 1_500,
+    "agent": 17_650, "cli": 4_650, "config": 900, "erasure": 1_200, "integrations": 1_500,
     "membership": 5_200, "monitor": 5_150, "network": 3_250, "records": 800, "recovery": 3_900,
     "sharding": 3_600, "smp": 14_500, "snapshot": 2_250, "tools": 14_350, "wire": 6_300,
     "worker": 18_450, "ftrun": 1_800,

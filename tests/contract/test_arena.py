@@ -3,7 +3,9 @@
 import errno
 import os
 import resource
+import struct
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import xxhash
@@ -37,6 +39,11 @@ LAYOUT = make_layout(
 )
 SHAPE = ArenaShape(3, 4, LAYOUT.image_bytes, len(LAYOUT.pieces), 77)
 HEADER_BYTES = 72
+_SIZES = LAYOUT.image_bytes, len(LAYOUT.pieces)
+
+
+def _check(fields: bytes) -> bytes:
+    return struct.pack("<Q", xxhash.xxh3_64_intdigest(fields))
 
 
 @pytest.fixture
@@ -69,6 +76,28 @@ def test_a_fresh_arena_has_two_empty_slots_and_its_whole_size(fd: int) -> None:
     assert os.fstat(fd).st_size == SHAPE.total_bytes
     assert os.fstat(fd).st_blocks * 512 >= SHAPE.total_bytes
     assert arena_bytes(SHAPE.image_bytes, SHAPE.num_pieces) == SHAPE.total_bytes
+
+
+def test_headers_of_two_slots_are_those_of_earlier_versions_of_ftrun(fd: int) -> None:
+    """An SMP of a later version adopts the memory that an earlier one has left."""
+    fields = struct.pack("<7Q", 0x4E524154_46303031, PAGE_BYTES, 3, 4, *_SIZES, 77)
+    assert os.pread(fd, len(fields) + 8, 0) == fields + _check(fields)
+    header = seal(fd, 0, 8)
+    fields = struct.pack(
+        *("<QQqqQQQQ", 0x4E524154_46303031, 2, 0, 8, LAYOUT.image_bytes),
+        *(header.table_digest, 5, 0),
+    )
+    assert os.pread(fd, len(fields) + 8, PAGE_BYTES) == fields + _check(fields)
+
+
+def test_an_arena_with_one_slot_is_read_as_such() -> None:
+    shape = replace(SHAPE, num_slots=1)
+    fd = create_memfd(shape)
+    try:
+        assert read_shape(fd) == shape
+        assert read_slot_headers(fd) == [EMPTY_HEADER]
+    finally:
+        os.close(fd)
 
 
 def test_a_sealed_slot_is_found_and_verifies(fd: int) -> None:

@@ -22,10 +22,12 @@ from torch import nn
 from ftrun import clock
 from ftrun.wire.messages import checkpoint as checkpoint_messages
 from ftrun.wire.messages import smp as smp_messages
+from ftrun.wire.shared_memory.arena import SlotState
 from ftrun.wire.shared_memory.pages import CommandField, HeartbeatField
 from ftrun.worker.session import Session
 from ftrun.worker.targets import pool_capture
-from tests.integration.conftest import Run, Start, free_port, in_full, script, start
+from ftrun.worker.targets.pool_stream import PooledCopy
+from tests.integration.conftest import Run, Start, free_port, script, start
 from tests.integration.in_process_worker import TIMEOUT_S
 from tests.integration.in_process_worker import Run as Worker
 from tests.memory_cgroup import memory_cgroup
@@ -126,8 +128,8 @@ def phases(run: Run) -> list[str]:
     return [rank["phase"] for rank in run.status().get("ranks") or []]  # type: ignore[attr-defined]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("num_ranks", "width"), [(1, 1024), *in_full((2, WIDTH))])
+@pytest.mark.full
+@pytest.mark.parametrize(("num_ranks", "width"), [(1, 1024), (2, WIDTH)])
 def test_kills_of_a_rank_and_of_the_smp_change_no_bit(
     start: Start, script: Write, tmp_path: Path, num_ranks: int, width: int
 ) -> None:
@@ -248,6 +250,7 @@ POINTS = (
     "smp.checkpoint.part_written",
     "smp.checkpoint.index_written",
     "smp.checkpoint.latest",
+    "smp.checkpoint.loaded",
 )
 
 
@@ -440,6 +443,35 @@ def test_a_change_under_the_copy_discards_the_capture(worker: Worker, tmp_path: 
     assert worker.page.get(HeartbeatField.DISCARDED_COUNT) == 1
     assert [path.name for path in sorted(saved.glob("step-*"))] == ["step-00000004-g0"]
     assert_is(saved / "step-00000004-g0", training.states[4])
+
+
+def test_a_refusal_is_shown_with_its_numbers_and_a_failed_capture_is_void(
+    worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pool_capture, "_RETRY_S", 0.0)
+    training = Training(worker)
+    pool = training.session._protection._capture._pool  # type: ignore[union-attr]
+
+    def fails(*_: object, **__: object) -> None:
+        raise ValueError("a bad value")
+
+    def act(at: int) -> None:
+        if at in (1, 3):  # the pool; then the answer that two slots do not fit
+            training.await_pool()
+        if at == 2:
+            assert " 2 MB are free" in training.reason()
+            training.limit(POOL_BYTES + 5 * MB)
+        if at == 4:
+            assert " 5 MB are free" in training.reason()
+            worker.commands.set(CommandField.CAPTURE_FROM, 5)
+            monkeypatch.setattr(PooledCopy, "copy_boundary", fails)
+        if at == 5:
+            assert "a bad value" in training.reason()
+            header = pool._pool.header()
+            assert (header.step, header.state) == (5, SlotState.VOID)
+
+    training.steps(6, act)
+    training.await_pool()  # the last request holds a connection
 
 
 def test_memory_that_is_free_again_ends_the_pools(

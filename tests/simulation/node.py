@@ -45,7 +45,9 @@ from simulation.snapshots import FETCH_FOR_S, RETRY_S, Page, Smp, as_version
 from simulation.training import BEGINNING, Ranks, exit_of
 
 _SPEC = SimpleNamespace(
-    profile=SimpleNamespace(erasure=SimpleNamespace(mirror_max_bytes=0)),
+    profile=SimpleNamespace(
+        erasure=SimpleNamespace(mirror_max_bytes=0), snapshot=SimpleNamespace(limit_bytes=0)
+    ),
     checkpoint_directory=None,
 )
 """Settings that SMPs receive; with these settings all state is erasure-coded."""

@@ -203,9 +203,12 @@ class CheckpointOrders:
         run = self._run
         new, run.smp.new_checkpoints = run.smp.new_checkpoints, []
         superseded, run.smp.superseded = run.smp.superseded, []
-        if run.spec.persist_every:
+        by_steps = bool(run.spec.persist_every)
+        if by_steps:
             self.num_skipped += len(superseded)
-        elif superseded and not new and not run.smp.num_writes:
+        # With pools, no memory has the version, so the next one does not make up for it.
+        is_needed = not by_steps or run.smp.needed.pool_bytes > 0
+        if superseded and is_needed and not new and not run.smp.num_writes:
             run.smp.refused = superseded[-1]
         if run.smp.refused:
             run.journal.write(records.CheckpointFailedRecord(run.smp.refused))

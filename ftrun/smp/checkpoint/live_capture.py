@@ -70,7 +70,7 @@ class CaptureFilter:
     """Which captures to follow.
 
     Args:
-        is_over: returns whether that generation has ended.
+        is_over: returns whether that generation has ended, or its use of these pools.
         hurries: returns whether the run ends, so that a capture without progress is not
             awaited.
         wait_s: seconds that a capture may take to begin.
@@ -144,7 +144,7 @@ class LiveCapture:
     def nap(self, since_s: float, timeout_s: float | None = None) -> None:
         """Wait briefly; raises SlotOverwritten after no progress for too long, or at the end."""
         if self._stop.wait(_NAP_S) or self._follow.is_over():
-            raise self.lost("its generation has ended")
+            raise self.lost("its generation has ended, or its use of capture pools")
         limit_s = HURRIED_S if self._follow.hurries() else timeout_s or TIMEOUT_S
         if clock.now_s() - since_s > limit_s:
             raise self.lost(f"no capture progress for {limit_s:.0f} s")
@@ -280,7 +280,8 @@ def await_capture(
 ) -> LiveCapture | None:
     """Return the version that all ranks of `fds` are capturing; None if none begins in time.
 
-    `fds` may grow in the meantime. `pooled` returns the capture into pools, if ranks have them.
+    `fds` may grow in the meantime. If ranks have pools, `pooled` returns the capture into them; it
+    may raise CheckpointSuperseded.
     """
     give_up_s = clock.now_s() + follow.wait_s
     while True:

@@ -12,19 +12,22 @@ Rule 1: the bytes count as the snapshot only if the digest of each piece as writ
         table, which follows the image, and the table's digest that of the worker's seal.
 Rule 2: a version in a pool is never committed, because it is not in memory. It exists once a
         checkpoint has the parts of all ranks. Until then the previous checkpoint is the newest.
+Rule 3: a rank that waits for room gives up if READER_NS is not renewed. It is renewed while the job
+        awaits the other ranks, and set ahead while a file is made durable. Therefore the job limits
+        its own waits: it ends if one rank has no snapshot of the step, or does not begin it.
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 
 import xxhash
 
 from ftrun import clock
-from ftrun.errors import LayoutUnknown
-from ftrun.ids import Rank, Version
-from ftrun.smp.checkpoint.live_capture import CaptureFilter, LiveCapture, LiveSlot
+from ftrun.errors import CheckpointSuperseded, LayoutUnknown
+from ftrun.ids import Rank, version
+from ftrun.smp.checkpoint.live_capture import CaptureFilter, LiveCapture, LiveSlot, Started
 from ftrun.snapshot.layout import Layout, parse_header
 from ftrun.wire.crash_points import crash_point
 from ftrun.wire.shared_memory.arena import SlotHeader, SlotState, table_digest
@@ -32,6 +35,11 @@ from ftrun.wire.shared_memory.pool import CapturePool, PooledHeader, PoolField
 
 Pools = Mapping[Rank, CapturePool]
 _LENGTH_BYTES = 8
+_TOGETHER_S = 120.0
+"""Ranks begin a capture within this time of each other."""
+
+_DURABLE_S = 480.0
+"""Time in addition for the end of a file: some file systems write all of it then."""
 
 
 @contextmanager
@@ -49,29 +57,50 @@ def reading(fds: Mapping[Rank, int]) -> Iterator[Pools]:
             pool.close()
 
 
-def show_life(pools: Iterable[CapturePool]) -> None:
+def show_life(pools: Iterable[CapturePool], ahead_s: float = 0.0) -> None:
     """Show the workers that the job makes progress, also those whose turn comes later."""
-    now_ns = clock.now_ns()
+    now_ns = clock.now_ns() + int(ahead_s * 1e9)
     for pool in pools:
         pool.set(PoolField.READER_NS, now_ns)
 
 
-def pooled_slots(
-    pools: Pools, follow: CaptureFilter
-) -> tuple[Version, Sequence[Callable[[LiveCapture], LiveSlot]]] | None:
-    """The capture that all of these ranks have begun; None if they have not."""
-    found: dict[Rank, PooledHeader] = {}
-    for rank, pool in pools.items():
-        header = pool.header()
-        if header is not None and _is_on(header) and header.generation == follow.generation:
-            found[rank] = header
-    versions = {header.version for header in found.values()}
-    if len(found) < len(pools) or len(versions) != 1:
+class PooledWait:
+    """Waits for a capture that all of these ranks begin."""
+
+    def __init__(self, pools: Pools, follow: CaptureFilter) -> None:
+        self._pools = pools
+        self._follow = follow
+        self._begun_s = math.inf
+        """When the first of them had begun."""
+
+    def poll(self) -> Started | None:
+        """The capture; None before all have begun it. Raises CheckpointSuperseded (rule 3)."""
+        follow, pools = self._follow, self._pools
+        show_life(pools.values())
+        if follow.is_over():
+            return None
+        found: dict[Rank, PooledHeader] = {}
+        for rank, pool in pools.items():
+            header = pool.header()
+            is_ours = header is not None and header.generation == follow.generation
+            if header is not None and is_ours and header.step >= follow.from_step:
+                found[rank] = header
+        is_abandoned = follow.is_committed(version(follow.generation, follow.from_step)) is False
+        if is_abandoned or not all(map(_is_on, found.values())):
+            raise CheckpointSuperseded(
+                f"a rank has no snapshot from step {follow.from_step} on, which was requested"
+            )
+        versions = {header.version for header in found.values()}
+        if len(found) == len(pools) and len(versions) == 1:
+            return versions.pop(), [partial(PooledSlot, pools, rank, found[rank]) for rank in found]
+        now_s = clock.now_s()
+        self._begun_s = min(self._begun_s, now_s) if found else math.inf
+        if now_s - self._begun_s > _TOGETHER_S:
+            raise CheckpointSuperseded(
+                f"{len(found)} of {len(pools)} ranks have begun a snapshot from step "
+                f"{follow.from_step} on, and the others not within {_TOGETHER_S:.0f} s"
+            )
         return None
-    (version,) = versions
-    if version.step < follow.from_step:
-        return None
-    return version, [partial(PooledSlot, pools, rank, found[rank]) for rank in found]
 
 
 class PooledSlot(LiveSlot):
@@ -153,6 +182,7 @@ class PooledSlot(LiveSlot):
             *(sealed.table_digest, sealed.sealed_ns),
         )
         self._is_compared = True
+        show_life(self._pools.values(), _DURABLE_S)
 
     def _drain(self, target: memoryview) -> None:
         since_s, done = clock.now_s(), 0

@@ -27,7 +27,7 @@ from ftrun.errors import (
     NoneOfThisRun,
     NoUsableCheckpoint,
 )
-from ftrun.ids import Generation, Rank, RunId, version
+from ftrun.ids import Generation, Rank, RunId, Version, version
 from ftrun.linux import at_low_priority, available_memory
 from ftrun.smp.checkpoint.live_capture import CaptureFilter
 from ftrun.smp.checkpoint.load import LoadedCheckpoint, LoadJob, load_checkpoint
@@ -166,11 +166,13 @@ class CheckpointService:
         if body.capture_from is None:
             return None
         generation, pools = Generation(body.capture_from[0]), self._duplicated_pools()
+        num_ended = self._pools().num_ended
 
         def is_over() -> bool:
+            now = self._pools()
             # Ranks that have begun to capture through pools take no other snapshot.
-            has_left_slots = not pools and self._pools().are_complete
-            return tracker.generation != generation or has_left_slots
+            has_changed = now.num_ended != num_ended if pools else now.are_complete
+            return tracker.generation != generation or has_changed
 
         return CaptureFilter(
             generation,
@@ -196,6 +198,7 @@ class CheckpointService:
 
     def load(self, requester: Requester, body: checkpoint_messages.LoadCheckpoint) -> None:
         self._hurries.set()  # no capture of an ended generation is awaited
+        self._pools().num_ended += 1  # nor is it newer than what is loaded
         self._jobs.submit(
             LANES[0],
             partial(self._load, requester, body),
@@ -232,17 +235,18 @@ class CheckpointService:
     def _write(self, requester: Requester, lane: _Lane, order: WriteJob, fds: ArenaFds) -> Finish:
         started_s = clock.now_s()
         answer: messages.AnyMessage
-        is_pooled = False
+        pooled: Version | None = None
         try:
             done = at_low_priority(partial(self._written, lane, order, fds))
             answer = _answer(done, clock.now_s() - started_s)
-            is_pooled = done.is_pooled and not done.missing_ranks
+            if done.is_pooled and not done.missing_ranks:
+                pooled = done.version
         except CheckpointError as error:
             is_superseded = isinstance(error, CheckpointSuperseded)
             answer = checkpoint_messages.CheckpointFailed(str(error), is_superseded)
         finally:
             _free(lane.room)
-        return partial(self._end, requester, lane, order, fds, answer, is_pooled=is_pooled)
+        return partial(self._end, requester, lane, order, fds, answer, pooled)
 
     def _end(
         self,
@@ -251,17 +255,18 @@ class CheckpointService:
         order: WriteJob,
         fds: ArenaFds,
         answer: messages.AnyMessage,
-        *,
-        is_pooled: bool = False,
+        pooled: Version | None = None,
     ) -> None:
+        """`pooled`: the complete version that came through pools."""
         lane.jobs = [one for one in lane.jobs if one[1] is not fds]
         for fd in (fd for some in fds.values() for fd in some):
             os.close(fd)
         for fd in order.follow.pools.values() if order.follow is not None else ():
             os.close(fd)
         requester.send(answer)
-        if is_pooled:
-            self._pools().written()
+        is_current = order.follow is not None and not order.follow.is_over()
+        if pooled is not None and is_current:
+            self._pools().written(pooled)
         self._tidying.start(KEEP_S)
 
     def _clean_up(self) -> None:

@@ -11,7 +11,6 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
 
 from ftrun.errors import CheckpointError, CheckpointSuperseded
 from ftrun.ids import Generation, Rank, RunId, Version
@@ -22,7 +21,7 @@ from ftrun.smp.checkpoint.live_capture import (
     Started,
     await_capture,
 )
-from ftrun.smp.checkpoint.pool_reader import pooled_slots, reading
+from ftrun.smp.checkpoint.pool_reader import PooledWait, reading
 from ftrun.smp.checkpoint.slot_reader import (
     ArenaFds,
     CopyBeforeOverwrite,
@@ -247,10 +246,10 @@ def _write_captured(
     if not job.follow.pools:
         return _write_followed(fds, job, job.follow, context, write)
     with reading(job.follow.pools) as pools:
-        pooled = partial(pooled_slots, pools, job.follow)
+        pooled = PooledWait(pools, job.follow).poll
         done = _write_followed(fds, job, job.follow, context, write, pooled)
     if done is None:
-        raise CheckpointSuperseded("no capture into the pools has begun, and the generation ends")
+        raise CheckpointSuperseded("no capture into the pools has begun, and their use has ended")
     return replace(done, is_pooled=True)
 
 

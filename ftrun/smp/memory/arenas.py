@@ -335,11 +335,22 @@ class ArenaStore:
 
         Arenas with two slots and the committed version stay.
         """
-        freed = [
-            arena
-            for arena in self.all()
-            if committed is None or arena.shape.num_slots < NUM_SLOTS or not arena.holds(committed)
-        ]
+        return self._free_for_pools(
+            [
+                arena
+                for arena in self.all()
+                if arena.shape.num_slots < NUM_SLOTS
+                or committed is None
+                or not arena.holds(committed)
+            ]
+        )
+
+    def free_older(self, newest: Version) -> int:
+        """Free the arenas without a later version than this one; return how many."""
+        is_older = lambda arena: all(one.version <= newest for one in arena.sealed())  # noqa: E731
+        return self._free_for_pools(list(filter(is_older, self.all())))
+
+    def _free_for_pools(self, freed: list[SmpArena]) -> int:
         for arena in freed:
             self._free(arena)
         self.num_freed += len(freed)

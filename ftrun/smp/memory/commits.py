@@ -351,7 +351,9 @@ class CommitCoordinator:
         is_ours = committed is not None and committed.generation == tracker.generation
         resolved = max(self._abandoned, committed.step if committed and is_ours else -1)
         self._skipped = {step for step in self._skipped if step > resolved}
-        pending = [one.step for one in map(tracker.pending, tracker.ranks) if one is not None]
+        # A seal of a resolved step stays until the next one; ranks with pools have none.
+        found = [one.step for one in map(tracker.pending, tracker.ranks) if one is not None]
+        pending = [step for step in found if step > resolved]
         newest = max((step for step in self._skipped if step <= min(pending, default=step)),
                      default=-1)  # fmt: skip
         if self._group is None and newest >= 0:

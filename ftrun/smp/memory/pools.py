@@ -22,7 +22,7 @@ from functools import partial
 
 from ftrun import clock
 from ftrun.errors import MemoryTooSmall
-from ftrun.ids import Generation, Rank
+from ftrun.ids import Generation, Rank, Version
 from ftrun.smp.client import Requester
 from ftrun.smp.jobs import Finish, JobLanes
 from ftrun.smp.memory.arenas import ArenaStore
@@ -71,6 +71,8 @@ class CapturePools:
         self._waiting: dict[Rank, tuple[Requester, int]] = {}
         """Requests, with the number of bytes that are of use."""
         self._is_making = False
+        self.num_ended = 0
+        """Increases when captures into earlier pools are of no use any more."""
 
     @property
     def are_complete(self) -> bool:
@@ -86,21 +88,27 @@ class CapturePools:
         if not self._waiting and not self.fds:
             self._show(True)
         self._waiting[rank] = requester, body.num_bytes
-        if not self._is_making and {*self._waiting, *self.fds} >= set(self._tracker.ranks):
-            freed = self._memory.free_unless_committed(self._tracker.committed)
-            if freed:
-                self._changed()
-            self._is_making = True
-            wanted = {rank: num_bytes for rank, (_, num_bytes) in self._waiting.items()}
-            self._jobs.submit(
-                _LANE,
-                partial(self._make, self._tracker.generation, wanted, wait_s=freed and _FREED_S),
-                failed=partial(self._made, self._tracker.generation, {}, None),
-            )
+        self._make_if_all_wait()
 
-    def written(self) -> None:
-        """A checkpoint of the pools is complete: free older versions in memory (rule 2)."""
-        if self._memory.free_unless_committed(None):
+    def _make_if_all_wait(self) -> None:
+        if self._is_making or not self._waiting:
+            return
+        if not {*self._waiting, *self.fds} >= set(self._tracker.ranks):
+            return
+        freed = self._memory.free_unless_committed(self._tracker.committed)
+        if freed:
+            self._changed()
+        self._is_making = True
+        wanted = {rank: num_bytes for rank, (_, num_bytes) in self._waiting.items()}
+        self._jobs.submit(
+            _LANE,
+            partial(self._make, self._tracker.generation, wanted, wait_s=freed and _FREED_S),
+            failed=partial(self._made, self._tracker.generation, {}, None),
+        )
+
+    def written(self, complete: Version) -> None:
+        """A checkpoint of these pools is complete: free older versions in memory (rule 2)."""
+        if self._memory.free_older(complete):
             self._changed()
         crash_point("smp.pool.older_freed")
 
@@ -113,6 +121,7 @@ class CapturePools:
 
     def free(self) -> None:
         self._show(False)
+        self.num_ended += 1
         for fd in self.fds.values():
             os.close(fd)
         self.fds.clear()
@@ -144,6 +153,7 @@ class CapturePools:
         if generation != self._tracker.generation:
             for fd in made.values():
                 os.close(fd)
+            self._make_if_all_wait()  # of this generation, whose requests came in the meantime
             return
         waiting, self._waiting = self._waiting, {}
         if error is not None:

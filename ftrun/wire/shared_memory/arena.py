@@ -42,8 +42,11 @@ from ftrun.wire.shared_memory.mapped_memory import (
 NUM_SLOTS = 2
 NO_LAYOUT = 0
 """`layout_id` of memory that is allocated before the layout is known."""
-_MAGIC = 0x4E524154_46303032
-_ARENA_HEADER = struct.Struct("<8Q")
+_MAGIC = 0x4E524154_46303031
+_ONE_SLOT_MAGIC = 0x4E524154_46303032
+"""Of an arena with one slot. An earlier ftrun, which reads two, refuses it."""
+
+_ARENA_HEADER = struct.Struct("<7Q")
 _SLOT_HEADER = struct.Struct("<QQqqQQQQ")
 _CHECK = struct.Struct("<Q")
 _ALLOCATED_BYTES = 1 << 24  # for each call; less: a more exact report of what is missing
@@ -162,8 +165,8 @@ def create_on_disk(shape: ArenaShape, folder: str) -> int:
 
 def _write_shape(fd: int, shape: ArenaShape) -> None:
     header = _ARENA_HEADER.pack(
-        *(_MAGIC, PAGE_BYTES, shape.rank, shape.world_size),
-        *(shape.image_bytes, shape.num_pieces, shape.layout_id, shape.num_slots),
+        *(_ONE_SLOT_MAGIC if shape.num_slots == 1 else _MAGIC, PAGE_BYTES),
+        *(shape.rank, shape.world_size, shape.image_bytes, shape.num_pieces, shape.layout_id),
     )
     os.pwrite(fd, header + _CHECK.pack(xxhash.xxh3_64_intdigest(header)), 0)
 
@@ -176,9 +179,11 @@ def read_shape(fd: int) -> ArenaShape:
     header = raw[: _ARENA_HEADER.size]
     (check,) = _CHECK.unpack(raw[_ARENA_HEADER.size :])
     magic, page, *division = _ARENA_HEADER.unpack(header)
-    if magic != _MAGIC or page != PAGE_BYTES or check != xxhash.xxh3_64_intdigest(header):
+    num_slots = {_MAGIC: NUM_SLOTS, _ONE_SLOT_MAGIC: 1}.get(magic)
+    is_whole = page == PAGE_BYTES and check == xxhash.xxh3_64_intdigest(header)
+    if num_slots is None or not is_whole:
         raise LayoutUnknown("the header of an arena is not of this version of ftrun")
-    return ArenaShape(*division)
+    return replace(ArenaShape(*division), num_slots=num_slots)
 
 
 def read_slot_headers(fd: int) -> list[SlotHeader]:

@@ -51,7 +51,7 @@ from ftrun.wire.shared_memory.pages import HeartbeatField
 from ftrun.worker.capture.boundaries import SnapshotSchedule, StepActivity
 from ftrun.worker.capture.copying import CopyThread, SlotCopy
 from ftrun.worker.capture.device_order import JudgedGraphs, StepStreams
-from ftrun.worker.capture.device_sources import DeviceCopies
+from ftrun.worker.capture.device_sources import NO_DEVICE_MEMORY, DeviceCopies
 from ftrun.worker.capture.lazy_check import BEFORE_STEP, UNDER_COPY, WITHOUT_HOOK, LazyCopyCheck
 from ftrun.worker.capture.slots import SlotProvider
 from ftrun.worker.context import WorkerContext
@@ -62,11 +62,6 @@ from ftrun.worker.state.unprotected import Hook, shown
 from ftrun.worker.targets.pool_capture import PoolCapture, PoolTarget
 from ftrun.worker.targets.pool_stream import CaptureGivenUp
 from ftrun.worker.targets.slot_target import SlotTarget, SlotTargets
-
-_NO_DEVICE_MEMORY = (
-    "no snapshots: the device lacks memory to copy small or non-contiguous tensors. Free 128 MiB; "
-    "snapshots then resume"
-)
 
 _log = logging.getLogger(__name__)
 
@@ -367,16 +362,22 @@ class Capture:
             self.commit_wait.skipped(step)
             self._link.withdraw(step)
             return
-        self._newest_taken, copy = step, target.copy
-        is_verified = self._is_verified()
+        self._newest_taken = step
+        try:
+            self._fill(target, step, is_last=is_last)
+        except BaseException:
+            target.discard()
+            raise
+
+    def _fill(self, target: SlotTarget | PoolTarget, step: int, *, is_last: bool) -> None:
+        copy, is_verified = target.copy, self._is_verified()
         if is_verified or self._is_hookless:
             # A step without a hook, such as a compiled one, may have run in any stream.
             copy.synchronize()
         is_verified = is_verified and target.verify()
         check = LazyCopyCheck(copy.samples)
         settings = self._context.settings
-        # Without a limit where this thread waits for the copy.
-        gb_s = 0.0 if is_verified or is_last else settings.d2h_gb_s
+        gb_s = 0.0 if is_verified or is_last else settings.d2h_gb_s  # no limit: this thread waits
         copy.copy_boundary(is_staged=settings.stage == "device", gb_s=gb_s)
         target.begin()
         crash_point("worker.capture.boundary_copied")
@@ -441,7 +442,7 @@ class Capture:
         except ProviderFailed as error:
             self._skip_bad_value(step, error)
         except torch.OutOfMemoryError:
-            self._skip_snapshot(step, "device memory", _NO_DEVICE_MEMORY)
+            self._skip_snapshot(step, "device memory", NO_DEVICE_MEMORY)
         except Exception as error:  # noqa: BLE001 - rule 5
             self._give_up(error)
         finally:

@@ -149,6 +149,12 @@ class _OfDevice:
         return self._clones[: len(self.packs)], self._clones[len(self.packs) :]
 
 
+NO_DEVICE_MEMORY = (
+    "no snapshots: the device lacks memory to copy small or non-contiguous tensors. Free 128 MiB; "
+    "snapshots then resume"
+)
+
+
 class DeviceCopies:
     """Copies from devices into one slot, for one set of lazy sources."""
 

@@ -7,7 +7,7 @@ Survives: the SMP. A capture in progress is given up, and a pool is requested fr
 
 Rule 1: a capture begins only for a requested checkpoint, because the pool holds no version.
 Rule 2: a wait of the training thread ends if the SMP ends, its job ends, another rank has no
-        snapshot of the step, or nothing is read for `_STALLED_S`.
+        snapshot of the step, the generation ends, or nothing is read for `_STALLED_S`.
 Rule 3: memory for two slots is requested again after a pause that doubles. If it fits, all ranks
         leave their pools.
 """
@@ -156,6 +156,8 @@ class PoolCapture:
             self._leave(str(found))
         elif isinstance(found, Exception):
             _log.debug("no capture pool: %s", found)
+        elif self._pool is not None:
+            self._show_reason()  # with the numbers of the last refusal
 
     def _show_reason(self) -> None:
         assert self._pool is not None

@@ -860,3 +860,15 @@ def test_agents_that_are_all_started_again_find_each_other() -> None:
         made.start_again(one)
     made.passes(2 * GONE_S)
     assert set(made.running()) == set("abc")
+
+
+def test_a_successor_does_not_know_a_leader_that_had_no_vote() -> None:
+    """For example one that has drained with an etcd as witness."""
+    made = with_spares()
+    works(made, 5)
+    leader = made["a"].member.leader
+    assert leader is not None
+    leader.succeed({"gone"}, "the leader is lost", made.now_s, now_s=made.now_s)
+    assert [one.card.node_id for one in leader.monitor.past.gone] == []
+    assert leader.ballot is not None
+    assert leader.ballot.reason == "the leader is lost"

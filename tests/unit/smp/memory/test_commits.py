@@ -129,3 +129,13 @@ def test_what_was_committed_stays_known_and_what_was_not_never_will_be() -> None
     assert node.seal(FOURTH, check(), check())
     assert known() == [True, False, False]
     assert node.commits.is_committed(version(GENERATION + 1, 5)) is False
+
+
+def test_a_skip_is_abandoned_although_a_rank_has_an_abandoned_seal() -> None:
+    """Ranks that have left their slots for pools seal no later version."""
+    node = Node()
+    node.commits.sealed(RANKS[0], FIRST, check())
+    node.commits.withdraw(RANKS[1], FIRST)
+    node.commits.skipped(THIRD)
+    assert node.page.get(CommandField.ABANDONED_STEP) == THIRD.step
+    assert node.commits.is_committed(SECOND) is False

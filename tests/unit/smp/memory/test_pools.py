@@ -143,7 +143,7 @@ def test_arenas_that_are_of_no_use_are_freed_first(node: Node) -> None:
     assert [len(one.slots()) for one in node.memory.all()] == [2, 2]
     assert all(one.holds(version(0, 4)) for one in node.memory.all())
     node.finish()
-    node.pools.written()
+    node.pools.written(version(1, 5))
     assert not node.memory.all()
     assert node.memory.num_freed == 6
 
@@ -157,6 +157,23 @@ def test_a_later_generation_gets_nothing_of_an_earlier_one(node: Node) -> None:
     assert not node.pools.fds
     assert [type(one.answers[0]) for one in asked] == [messages.Refused, messages.Refused]
     assert len(os.listdir("/proc/self/fd")) == num_open
+
+
+def test_ranks_of_a_generation_that_begins_while_pools_are_made_get_theirs(node: Node) -> None:
+    node.ask(0), node.ask(1)
+    node.begin(1)
+    node.pools.free()
+    asked = [node.ask(0), node.ask(1)]
+    node.finish()
+    node.finish()
+    assert all(one.capacity == 8 * MB for one in asked)
+
+
+def test_an_arena_with_a_later_version_than_the_checkpoint_stays(node: Node) -> None:
+    node.arena(0, 4)
+    node.arena(1, 6)
+    node.pools.written(version(0, 5))
+    assert [one.shape.rank for one in node.memory.all()] == [1]
 
 
 def test_pools_are_left_when_all_ranks_have_one(node: Node) -> None:
