@@ -248,8 +248,7 @@ def beside_steps(disk: Path, folder: Path, args: argparse.Namespace) -> dict[str
     flags += ["--checkpoint-dir", disk / "saved", "--snapshot-every", SNAPSHOT_EVERY]
     flags += ["--set", f"checkpoint.max_bytes_per_s={args.limit_mb * 1e6}"]
     flags += ["--set", f"checkpoint.every_s={2 * WRITING_S}"]
-    words = [WORKER, "--folder", folder, "--state-mb", half_mb, "--attach", 1, "--replicated", 0]
-    words += ["--gradient-mb", 0]
+    words = training_words(folder, half_mb)
     command = bench.ftrun_command(*flags, *words)
     with bench.launched("training", command, folder, args.deadline) as launcher:
         end_s = time.monotonic() + args.step_seconds
@@ -306,9 +305,9 @@ def trained(
 ) -> tuple[float, dict[str, int]]:
     """Train for this time after the first steps; return the mean step time, and counts."""
     run_id = f"bench-persist-{os.getpid()}"
-    words = [WORKER, "--folder", folder, "--state-mb", args.gb * 1e3 / TRAINING_RANKS]
+    words = training_words(folder, args.gb * 1e3 / TRAINING_RANKS)
     flags = ["--nproc-per-node", TRAINING_RANKS, "--run-id", run_id, *flags]
-    command = bench.ftrun_command(*flags, *words, "--attach", 1)
+    command = bench.ftrun_command(*flags, *words)
     notes = folder / "rank0.jsonl"
     with bench.launched("training", command, folder, args.deadline) as launcher:
         launcher.wait_for(
@@ -358,13 +357,18 @@ def rounds_s(at_s: dict[int, float], begin_s: float, end_s: float) -> list[float
 # --- over several nodes -----------------------------------------------------------------------
 
 
+def training_words(folder: Path, state_mb: float, *, replicated: bool = False) -> list[Any]:
+    """The training and its arguments; `state_mb`: of each rank."""
+    words = [WORKER, "--folder", folder, "--state-mb", state_mb, "--attach", 1]
+    return [*words, "--replicated", int(replicated), "--gradient-mb", 0]
+
+
 def checkpoint_of_nodes(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
     """The size of a checkpoint of a training over several nodes, and of its files."""
     ranks = args.nodes * args.ranks
     state_bytes = int(args.gb * 1e9)
     own_mb = state_bytes / 1e6 / (1 if args.replicated else ranks)
-    words = [WORKER, "--folder", folder, "--state-mb", own_mb, "--attach", 1]
-    words += ["--replicated", int(args.replicated), "--gradient-mb", 0]
+    words = training_words(folder, own_mb, replicated=args.replicated)
     flags = ["--nproc-per-node", args.ranks, "--erasure", "none"]
     flags += ["--checkpoint-dir", folder / "saved", "--checkpoint-every", WRITING_S]
     with VirtualCluster(args.nodes) as cluster:
