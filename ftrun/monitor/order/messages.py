@@ -158,9 +158,9 @@ def _text(one: RecordedMessage) -> str:
 
 def message_text(op: str, peer: int, tag: int = 0) -> str:
     """`send to rank 3 with tag 7`."""
-    whom = "any rank" if peer == ANY else f"rank {peer}"
+    other = "any rank" if peer == ANY else f"rank {peer}"
     with_tag = f" with tag {tag}" if tag else ""
-    return f"{op} {'to' if op == 'send' else 'from'} {whom}{with_tag}"
+    return f"{op} {'to' if op == 'send' else 'from'} {other}{with_tag}"
 
 
 def call_of(group: ProcessGroupView) -> str:

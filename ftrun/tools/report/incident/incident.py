@@ -357,15 +357,15 @@ def _cause(case: IncidentLines) -> str:
 def _done(facts: IncidentFacts, what: str, stayed: JournalLine[RanksStayed] | None) -> str:
     if facts.recovered_s is None:
         return facts.outcome
-    whom = f"all {facts.world_size} ranks" if (facts.world_size or 0) > 1 else "it"
+    ranks = f"all {facts.world_size} ranks" if (facts.world_size or 0) > 1 else "it"
     if stayed is not None and stayed.record.staying:
-        whom = f"{len(stayed.record.started)} of {facts.world_size} ranks"
+        ranks = f"{len(stayed.record.started)} of {facts.world_size} ranks"
     is_reported = "no heartbeat for" in what or "no step for" in what
     noticed = (
         "" if facts.noticed_s < 0.01 or is_reported else f"seen after {duration(facts.noticed_s)}, "
     )
     took = duration(facts.recovered_s)
-    return f"{noticed}{whom} started again and training {took} after the fault"
+    return f"{noticed}{ranks} started again and training {took} after the fault"
 
 
 def _lost(facts: IncidentFacts) -> str:
