@@ -66,13 +66,8 @@ def test_the_culprit_is_named_and_the_result_is_that_of_a_quiet_run(
 ) -> None:
     run = start(*FLAGS, str(SCRIPT), how, str(CULPRIT))
     assert run.wait() == 0, run.text
-    found: Any = run.journal("verdict")
-    named = [one for one in found if one["verdict"]["culprits"] == [CULPRIT]]
-    assert named, run.text
-    # On a busy machine all ranks can be late in the first and the last seconds.
-    others = [one["verdict"] for one in found if one not in named]
-    assert not any(one["act_immediately"] for one in others), others
-    verdict = named[-1]["verdict"]
+    named = verdict_on(run, CULPRIT)
+    verdict = named["verdict"]
     assert verdict["kind"] == KINDS[how]
     assert verdict["act_immediately"] is (how != "spin"), "on proof, not for want of it"
     closed: Any = [one for one in run.journal("incident_closed") if one["actions"]]
@@ -81,10 +76,10 @@ def test_the_culprit_is_named_and_the_result_is_that_of_a_quiet_run(
     assert closed[0]["steps_lost"] <= 2
     if how not in ("leave", "skip", "stop"):
         assert "hanging_training.py" in verdict["text"], "the line of the script"
-        stacks = {one["rank"]: one["stack"] for one in named[-1]["ranks"]}
+        stacks = {one["rank"]: one["stack"] for one in named["ranks"]}
         assert any("go_wrong" in frame for frame in stacks[CULPRIT])
     assert digests_of(run) == digests
-    dumps = analyzer_command(run, named[-1]["incident"])
+    dumps = analyzer_command(run, named["incident"])
     explained = json.loads(of_ftrun(run, "explain", dumps[1], "--json"))["verdict"]
     assert set(explained["culprits"]) >= {CULPRIT}
     assert explained["culprits"] == [CULPRIT] or how == "skip", explained
@@ -118,6 +113,17 @@ def analyzed(command: list[str]) -> str:
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout + done.stderr
+
+
+def verdict_on(run: Run, culprit: int) -> Any:
+    """The last line of the journal with a verdict on this rank alone."""
+    found: Any = run.journal("verdict")
+    named = [one for one in found if one["verdict"]["culprits"] == [culprit]]
+    assert named, run.text
+    # On a busy machine all ranks can be late in the first and the last seconds.
+    others = [one["verdict"] for one in found if one not in named]
+    assert not any(one["act_immediately"] for one in others), others
+    return named[-1]
 
 
 def digests_of(run: Run) -> list[str]:
